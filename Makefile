@@ -1,0 +1,52 @@
+# Every target creates the environment it needs: .venv, or .venv-oldest for the oldest supported transformers.
+
+PYTHON ?= python3
+BIN := .venv/bin
+OLDEST := .venv-oldest
+OLDEST_TRANSFORMERS := 5.17.0
+INSTALL := -m pip install -q --disable-pip-version-check
+# Two pytest processes with one thread each: small tensors gain nothing from more threads a process.
+PYTEST_OPTIONS ?= -n 2
+OLDEST_TESTS ?= tests
+
+.PHONY: setup quickstart test test-oldest test-gpu lint typecheck bench clean
+
+setup: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python $(INSTALL) -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(OLDEST)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OLDEST)
+	grep -vE '^(transformers|huggingface-hub)==' constraints.txt > $(OLDEST)/constraints.txt
+	echo 'transformers==$(OLDEST_TRANSFORMERS)' >> $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python $(INSTALL) -c $(OLDEST)/constraints.txt -e '.[dev]'
+	touch $@
+
+quickstart: setup
+	$(BIN)/fwzoo quickstart
+
+test: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not gpu' $(PYTEST_OPTIONS)
+
+test-oldest: $(OLDEST)/installed
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -m 'not gpu' $(PYTEST_OPTIONS) $(OLDEST_TESTS)
+
+test-gpu: setup
+	$(BIN)/python -m pytest -m gpu
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+typecheck: setup
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python benchmarks/falcon_cpu.py
+
+clean:
+	rm -rf .venv $(OLDEST) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
