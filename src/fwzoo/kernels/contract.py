@@ -1,0 +1,220 @@
+"""What every operator shares: levels, dispatch, and one-sentence errors for bad input.
+
+Axis letters, here and in every kernel: B batch, T tokens, H heads, K key size, V value size, W window, C chunk,
+N sequences (B, or the number of documents when packed).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger("fwzoo.kernels")
+
+LEVELS = ("reference", "chunk", "triton")
+
+_debug: ContextVar[bool] = ContextVar("fwzoo_debug", default=False)
+
+
+@contextlib.contextmanager
+def debug(enabled: bool = True) -> Iterator[None]:
+    """Within this context, operators also check the values of their inputs (costs a device synchronisation).
+
+    Example:
+        >>> with fwzoo.debug():
+        ...     model(input_ids)
+    """
+    token = _debug.set(enabled)
+    try:
+        yield
+    finally:
+        _debug.reset(token)
+
+
+def debugging() -> bool:
+    """Whether `debug()` is active here."""
+    return _debug.get()
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The level that would run, why, and why each other level would not."""
+
+    op: str
+    level: str
+    reason: str
+    others: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{self.op}: {self.level} ({self.reason})"]
+        return "\n".join(lines + [f"  not {level}: {why}" for level, why in self.others.items()])
+
+
+@dataclass(frozen=True)
+class Op:
+    """An operator: its public function and its implementations by level.
+
+    Attributes:
+        name: public name, as in `fwzoo.kernels.<name>`.
+        levels: level name to implementation.
+        short: up to this many tokens a CPU runs the token loop faster than the chunk form.
+    """
+
+    name: str
+    levels: dict[str, Callable[..., Any]]
+    short: int = 0
+
+    def unavailable(self, level: str) -> str | None:
+        """Why `level` cannot run, or None."""
+        if level in self.levels:
+            return None
+        return f"{self.name} has no {level} level in this version of fwzoo"
+
+    def choose(self, tokens: int) -> tuple[str, str]:
+        """The level that `auto` takes for a call of `tokens` tokens, and the reason."""
+        if tokens <= self.short:
+            return "reference", f"a call of at most {self.short} tokens is fastest as a token loop"
+        return "chunk", f"fastest available level for more than {self.short} tokens"
+
+    def resolve(self, level: str, tokens: int) -> Callable[..., Any]:
+        """The implementation to run. Raises ValueError for a level that does not exist or cannot run."""
+        if level == "auto":
+            level, reason = self.choose(tokens)
+            _log_choice(self.name, level, reason)
+        else:
+            one_of("level", level, ("auto", *LEVELS))
+            if (why := self.unavailable(level)) is not None:
+                raise ValueError(f"level is {level!r}, but {why}; use 'auto' or one of {sorted(self.levels)}")
+        return self.levels[level]
+
+    def explain(self, tokens: int) -> Explanation:
+        """What `auto` would do for a call of `tokens` tokens."""
+        chosen, reason = self.choose(tokens)
+        others = {
+            level: self.unavailable(level) or f"{chosen} is faster here; level={level!r} runs when asked for"
+            for level in LEVELS
+            if level != chosen
+        }
+        return Explanation(self.name, chosen, reason, others)
+
+
+@functools.cache
+def _log_choice(op: str, level: str, reason: str) -> None:
+    logger.info("%s: level %s, because %s", op, level, reason)
+
+
+_OPS: dict[str, Op] = {}
+
+
+def register(op: Op) -> Op:
+    """Make an operator known to `explain`."""
+    _OPS[op.name] = op
+    return op
+
+
+def explain(op: str | Callable[..., Any], *tensors: Tensor) -> Explanation:
+    """The level that `level="auto"` would run for these inputs, and why the others would not.
+
+    Args:
+        op: an operator of `fwzoo.kernels`, or its name.
+        tensors: the operator's tensors, query `[B, T, H, K]` first.
+
+    Raises:
+        ValueError: the operator is unknown, or no tensor was given.
+    """
+    name = op if isinstance(op, str) else getattr(op, "__name__", repr(op))
+    one_of("op", name, tuple(_OPS))
+    if not tensors or tensors[0].ndim < 2:
+        raise ValueError(f"tensors has {len(tensors)} entries; give the operator's inputs, query [B, T, H, K] first")
+    return _OPS[name].explain(tensors[0].shape[1])
+
+
+# --- checks: each raises one sentence that names the argument, what it was and what is allowed ---
+
+
+def one_of(name: str, value: Any, allowed: Sequence[Any]) -> None:
+    """Raise ValueError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(repr, allowed))}")
+
+
+def whole_number(name: str, value: Any, least: int) -> None:
+    """Raise unless `value` is an integer of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}; it must be an int of at least {least}")
+    if value < least:
+        raise ValueError(f"{name} is {value}; it must be at least {least}")
+
+
+def is_tensor(name: str, value: Any, ndim: int, floating: bool = True) -> None:
+    """Raise unless `value` is a tensor with `ndim` axes, of a floating dtype when asked."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is a {type(value).__name__}; it must be a torch.Tensor with {ndim} axes")
+    if value.ndim != ndim:
+        raise ValueError(f"{name} has shape {list(value.shape)}; it must have {ndim} axes")
+    if floating and not value.is_floating_point():
+        raise ValueError(f"{name} has dtype {value.dtype}; it must be a floating dtype")
+
+
+def has_shape(name: str, value: Tensor, shape: Sequence[int], axes: str) -> None:
+    """Raise unless `value.shape` is `shape`; `axes` names the axes in the message, e.g. `[B, T, H]`."""
+    if tuple(value.shape) != tuple(shape):
+        raise ValueError(f"{name} has shape {list(value.shape)}; it must be {axes} = {list(shape)}")
+
+
+def same_device(name: str, value: Tensor, like: Tensor, like_name: str = "q") -> None:
+    """Raise unless `value` lies on the device of `like`."""
+    if value.device != like.device:
+        raise ValueError(f"{name} is on {value.device}; it must be on {like.device}, like {like_name}")
+
+
+def check_mask(mask: Any, like: Tensor) -> None:
+    """Raise unless `mask` is None or bool `[B, T]` for inputs `like` `[B, T, ...]`."""
+    if mask is None:
+        return
+    is_tensor("mask", mask, 2, floating=False)
+    if mask.dtype != torch.bool:
+        raise ValueError(f"mask has dtype {mask.dtype}; it must be torch.bool, True for a real token")
+    has_shape("mask", mask, like.shape[:2], "[B, T]")
+    same_device("mask", mask, like)
+
+
+def check_cu_seqlens(cu_seqlens: Any, like: Tensor) -> list[int] | None:
+    """Validate document boundaries and return them as a list (None when not packed).
+
+    Args:
+        cu_seqlens: None, or int64 `[S + 1]`: first entry 0, last T, never decreasing.
+        like: the inputs `[B, T, ...]`; B must be 1.
+    """
+    if cu_seqlens is None:
+        return None
+    is_tensor("cu_seqlens", cu_seqlens, 1, floating=False)
+    if cu_seqlens.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"cu_seqlens has dtype {cu_seqlens.dtype}; it must be torch.int64")
+    if like.shape[0] != 1:
+        raise ValueError(f"cu_seqlens was given with batch size {like.shape[0]}; packed input must have batch size 1")
+    bounds = cu_seqlens.tolist()
+    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != like.shape[1]:
+        raise ValueError(f"cu_seqlens is {_brief(bounds)}; it must start with 0 and end with T = {like.shape[1]}")
+    if any(b < a for a, b in zip(bounds, bounds[1:], strict=False)):
+        raise ValueError(f"cu_seqlens is {_brief(bounds)}; it must never decrease")
+    return bounds
+
+
+def _brief(values: Sequence[Any]) -> str:
+    return repr(list(values)) if len(values) <= 12 else f"[{values[0]}, {values[1]}, ..., {values[-1]}]"
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64 inputs, float32 for everything else: the dtype of gates, decays and accumulated state."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+

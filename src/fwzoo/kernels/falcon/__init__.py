@@ -1,0 +1,164 @@
+"""Fast-weight attention as online learning: the six Falcon rules as one operator.
+
+Source: "Fast Weight Attention for Continual Learning" (2026).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import contract
+from ..contract import Op
+from .chunk import falcon_chunk
+from .reference import falcon_reference
+from .rules import RULES, FalconState, Options, Rule, empty_state
+
+__all__ = ["RULES", "FalconState", "Rule", "falcon"]
+
+FALCON = contract.register(Op("falcon", {"reference": falcon_reference, "chunk": falcon_chunk}, short=8))
+
+
+def falcon(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    ridge: Tensor,
+    *,
+    rule: str = "falcon1",
+    window: int = 4,
+    pairing: str = "shifted",
+    timing: str = "read_after_write",
+    step: str = "beta",
+    scale_coupled: bool = False,
+    eps: float = 1e-6,
+    decay_floor: float = 1e-4,
+    state: FalconState | None = None,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    level: str = "auto",
+) -> tuple[Tensor, FalconState]:
+    """Read and write a fast-weight matrix a head, token by token, as online ridge regression or its inner-product form.
+
+    Source: "Fast Weight Attention for Continual Learning" (2026).
+
+    Args:
+        q, k: query and key `[B, T, H, K]`, already normalised and feature-mapped.
+        v: value `[B, T, H, V]`.
+        beta: gain in (0, 2), `[B, T, H]`; `[B, T, H, V]` for falcon2 and falcon2a. With `step="eta"` the step itself.
+        ridge: ridge coefficient >= 0, `[B, T, H]`.
+        rule: falcon1, falcon2, falcon3 (regression), falcon1a, falcon2a, falcon3a (inner product).
+        window: number of pairs a token writes, for falcon3 and falcon3a.
+        pairing: "shifted" pairs the previous real key with this value; "same_step" this key with this value.
+        timing: "read_after_write" or "read_before_write".
+        step: "beta" divides the gain by energy + ridge + eps; "eta" takes it as it is.
+        scale_coupled: multiply the ridge by the energy.
+        eps: added to the energy. decay_floor: smallest decay of a step, in (0, 1].
+        state: `FalconState` to continue from. mask: bool `[B, T]`, True for real tokens.
+        cu_seqlens: int64 `[S + 1]`, boundaries of documents packed along T (B must be 1); the state then has N = S rows.
+        level: "auto", "reference" or "chunk".
+
+    Returns:
+        Output `[B, T, H, V]` in the dtype of v (rows of masked tokens are 0), and the complete `FalconState`.
+
+    Raises:
+        ValueError, TypeError: an argument has a wrong type, shape, dtype, device or value; the message names it.
+    """
+    _check_inputs(q, k, v, beta, ridge, rule)
+    options = _check_options(rule, window, pairing, timing, step, scale_coupled, eps, decay_floor)
+    contract.check_mask(mask, q)
+    bounds = contract.check_cu_seqlens(cu_seqlens, q)
+    documents = q.shape[0] if bounds is None else len(bounds) - 1
+    dtype = contract.compute_dtype(q.dtype)
+    if state is None:
+        state = empty_state(documents, q, v, options.window, dtype)
+    else:
+        state = _check_state(state, q, v, options.window, documents, dtype)
+    if contract.debugging():
+        _check_values(q, k, v, beta, ridge, mask, options)
+    run = FALCON.resolve(level, q.shape[1])
+    return run(q, k, v, beta, ridge, options, state, mask, bounds)
+
+
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, ridge: Tensor, rule: str) -> None:
+    contract.one_of("rule", rule, tuple(RULES))
+    contract.is_tensor("q", q, 4)
+    batch, tokens, heads, k_size = q.shape
+    contract.is_tensor("k", k, 4)
+    contract.has_shape("k", k, q.shape, "[B, T, H, K] like q")
+    contract.is_tensor("v", v, 4)
+    contract.has_shape("v", v, (batch, tokens, heads, v.shape[-1]), "[B, T, H, V]")
+    if k_size < 1 or v.shape[-1] < 1 or heads < 1 or batch < 1:
+        raise ValueError(f"q has shape {list(q.shape)} and v {list(v.shape)}; B, H, K and V must be at least 1")
+    columns = (v.shape[-1],) if RULES[rule].per_column else ()
+    axes = "[B, T, H, V], one gain a value column," if columns else "[B, T, H]"
+    contract.is_tensor("beta", beta, 3 + len(columns))
+    contract.has_shape("beta", beta, (batch, tokens, heads, *columns), f"{axes} for rule {rule!r}")
+    contract.is_tensor("ridge", ridge, 3)
+    contract.has_shape("ridge", ridge, (batch, tokens, heads), "[B, T, H]")
+    for name, tensor in (("k", k), ("v", v), ("beta", beta), ("ridge", ridge)):
+        contract.same_device(name, tensor, q)
+        if name in ("k", "v") and tensor.dtype != q.dtype:
+            raise ValueError(f"{name} has dtype {tensor.dtype}; it must be {q.dtype}, like q")
+
+
+def _check_options(
+    rule: str,
+    window: int,
+    pairing: str,
+    timing: str,
+    step: str,
+    scale_coupled: bool,
+    eps: float,
+    decay_floor: float,
+) -> Options:
+    contract.whole_number("window", window, 1)
+    contract.one_of("pairing", pairing, ("shifted", "same_step"))
+    contract.one_of("timing", timing, ("read_after_write", "read_before_write"))
+    contract.one_of("step", step, ("beta", "eta"))
+    contract.one_of("scale_coupled", scale_coupled, (True, False))
+    if not eps >= 0:
+        raise ValueError(f"eps is {eps!r}; it must be at least 0")
+    if not 0 < decay_floor <= 1:
+        raise ValueError(f"decay_floor is {decay_floor!r}; it must be greater than 0 and at most 1")
+    return Options(
+        rule=RULES[rule],
+        window=window if RULES[rule].sliding else 1,
+        shifted=pairing == "shifted",
+        read_after_write=timing == "read_after_write",
+        step=step,
+        scale_coupled=scale_coupled,
+        eps=eps,
+        decay_floor=decay_floor,
+    )
+
+
+def _check_state(
+    state: FalconState, q: Tensor, v: Tensor, window: int, documents: int, dtype: torch.dtype
+) -> FalconState:
+    if not isinstance(state, FalconState):
+        raise TypeError(f"state is a {type(state).__name__}; it must be a fwzoo.kernels.FalconState")
+    expected = empty_state(documents, q[:, :0], v[:, :0], window, dtype)
+    for name, field, like in zip(state._fields, state, expected, strict=True):
+        contract.is_tensor(f"state.{name}", field, like.ndim, floating=like.is_floating_point())
+        contract.has_shape(f"state.{name}", field, like.shape, "[N, ...]")
+        contract.same_device(f"state.{name}", field, q)
+        if not like.is_floating_point() and field.dtype != like.dtype:
+            raise ValueError(f"state.{name} has dtype {field.dtype}; it must be {like.dtype}")
+    return FalconState(*(field.to(like.dtype) for field, like in zip(state, expected, strict=True)))
+
+
+def _check_values(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, ridge: Tensor, mask: Tensor | None, options: Options
+) -> None:
+    real = slice(None) if mask is None else mask
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("beta", beta), ("ridge", ridge)):
+        if not tensor[real].isfinite().all():
+            raise ValueError(f"{name} holds a value that is not finite; every real token must be finite")
+    if (ridge[real] < 0).any():
+        raise ValueError(f"ridge has minimum {ridge[real].min().item():.3g}; it must be at least 0")
+    low, high = beta[real].aminmax() if beta[real].numel() else (beta.new_ones(()), beta.new_ones(()))
+    if low < 0 or (options.step == "beta" and high > 2):
+        allowed = "between 0 and 2" if options.step == "beta" else "at least 0"
+        raise ValueError(f"beta ranges from {low.item():.3g} to {high.item():.3g}; it must be {allowed}")

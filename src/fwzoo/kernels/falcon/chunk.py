@@ -1,0 +1,386 @@
+"""Falcon in chunks of tokens: dense matrix work inside a chunk, a short scan over chunk states.
+
+Axis letters: R tiles times heads, C chunk, K key size, V value size, W window, E = C + W - 1 pairs a chunk sees.
+Decays enter only as exp of differences that are <= 0. Within a chunk, with log-decay prefix u (u_0 = 0), the state is
+
+    S_t = exp(u_t) S_0 + sum_s exp(u_t - u_s) c_s sum_{j in window of s} x_j e_{s,j}^T,    c_s = eta_s / B_s,
+
+where e_{s,j} is the value v_j (inner-product rules) or the residual v_j - S_{s-1}^T x_j (regression rules). Rules 1 and 1A
+are the case W = 1.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..contract import compute_dtype
+from ..segments import scan_segments, scan_steps
+from ..tiling import Tiling
+from .reference import falcon_reference
+from .rules import FalconState, Options, step_and_decay, window_energy
+
+
+def falcon_chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    ridge: Tensor,
+    options: Options,
+    state: FalconState,
+    mask: Tensor | None,
+    bounds: list[int] | None,
+) -> tuple[Tensor, FalconState]:
+    """Chunk-parallel form over `[B, T, H, .]`; arguments are those of `fwzoo.kernels.falcon`, checked."""
+    if q.shape[1] == 0:
+        return falcon_reference(q, k, v, beta, ridge, options, state, mask, bounds)
+    rule, window, dtype, heads = options.rule, options.window, compute_dtype(q.dtype), q.shape[2]
+    chunk = chunk_size(options, q.shape[1])
+    tiling = Tiling(q.shape[0], q.shape[1], chunk, mask=mask, bounds=bounds, device=q.device)
+    state = FalconState(*(tiling.enter(field) for field in state))
+    q_tiles, k_tiles, v_tiles, beta_tiles, ridge_tiles = (tiling.tile(x.to(dtype)) for x in (q, k, v, beta, ridge))
+
+    # pairs: the previous real key (or this one) with this value; a document's first token may have none
+    x = k_tiles
+    if options.shifted:
+        x = torch.cat([tiling.before(k_tiles, 1, state.key[:, :, None]), k_tiles[:, :-1]], 1)
+    position = tiling.positions()
+    unpaired = ~state.has_key if options.shifted else torch.zeros_like(state.has_key)
+    first, length = tiling.per_tile(unpaired.long())[:, None], tiling.per_tile(tiling.lengths)[:, None]
+    writes = (position >= first) & (position < length)
+    pairs = (tiling.per_tile(state.count)[:, None] + position + 1 - first).clamp(1, window)
+    by_head = functools.partial(torch.repeat_interleave, repeats=heads, dim=0)
+    writes, pairs = by_head(writes), by_head(pairs)
+    x, values = (torch.where(writes[..., None], rows, 0) for rows in (x, v_tiles))
+    x, values = _with_tail(x, values, tiling, state, unpaired, window)
+
+    energy = None
+    if options.needs_energy:
+        if rule.sliding:
+            energy = window_energy(_windows(x, window), pairs, rule)
+        else:
+            energy = x.square().sum(-1)
+    eta, gamma = step_and_decay(beta_tiles, ridge_tiles, energy, writes, options)
+    strength = eta if rule.per_column else eta / pairs
+    form = {
+        (True, False): regression_form,
+        (True, True): regression_columns_form,
+        (False, False): inner_product_form,
+        (False, True): inner_product_columns_form,
+    }[rule.regression, rule.per_column]
+    body = functools.partial(form, heads=heads, window=window, read_after_write=options.read_after_write)
+    S = state.S.flatten(0, 1)
+    o, S = scan_segments(body, S, (q_tiles, x, values, strength, gamma.log()), tiling.steps, heads)
+    S = S.view(state.S.shape)
+
+    last = tiling.lengths - 1
+    key = torch.where((last < 0)[:, None, None], state.key, tiling.pick(k_tiles, last[:, None], heads)[:, :, 0].to(q.dtype))
+    has_key = state.has_key | (last >= 0)
+    tail_x, tail_v = (
+        _new_tail(tail, rows, tiling, unpaired, heads) for tail, rows in ((state.tail_x, x), (state.tail_v, values))
+    )
+    written = (tiling.lengths - unpaired.long()).clamp(min=0)
+    count = (state.count + written).clamp(max=window - 1)
+    new = (tiling.leave(field) for field in (S, key, has_key, tail_x, tail_v, count))
+    return tiling.untile(o.to(v.dtype), heads), FalconState(*new)
+
+
+def chunk_size(options: Options, tokens: int) -> int:
+    """C: 64 rows where a chunk is plain matrix work, 16 where per-column decays or windowed residuals are solved for."""
+    rule = options.rule
+    if rule.regression and rule.per_column:
+        size = COLUMN_SOLVE_CHUNK
+    elif rule.regression and options.window > 1:
+        size = 16
+    else:
+        size = 64
+    while size > 16 and size // 2 >= tokens:
+        size //= 2
+    while size < options.window:
+        size *= 2
+    return size
+
+
+COLUMN_SOLVE_CHUNK = 16
+
+
+# --- pairs and windows ---
+
+
+def _with_tail(
+    x: Tensor, values: Tensor, tiling: Tiling, state: FalconState, unpaired: Tensor, window: int
+) -> tuple[Tensor, Tensor]:
+    """Put the W - 1 pairs before each tile in front of it: `[R, C, .]` to `[R, E, .]`."""
+    if window == 1:
+        return x, values
+    first = state.S.shape[1] * tiling.steps[0]
+    skip = unpaired[: tiling.steps[0]].repeat_interleave(state.S.shape[1])[:, None, None]
+    extended = []
+    for rows, tail in ((x, state.tail_x), (values, state.tail_v)):
+        rows = torch.cat([tiling.before(rows, window - 1, tail.transpose(1, 2)), rows], 1)
+        # a first token without a pair leaves no gap in the window: the tail moves up into its place
+        moved = torch.cat([rows[:first, :window].roll(1, 1), rows[:first, window:]], 1)
+        rows = torch.cat([torch.where(skip, moved, rows[:first]), rows[first:]])
+        extended.append(rows)
+    return extended[0], extended[1]
+
+
+def _new_tail(tail: Tensor, rows: Tensor, tiling: Tiling, unpaired: Tensor, heads: int) -> Tensor:
+    """The last W - 1 pairs of every document: `[N, W - 1, H, F]`.
+
+    Args:
+        tail: the incoming one. rows: `[R, E, F]`, whose row e holds the pair at position e - (W - 1) of its tile.
+    """
+    size = tail.shape[1]
+    if size == 0:
+        return tail
+    length = tiling.lengths[:, None]
+    back = torch.arange(-size, 0, device=tail.device)
+    picked = tiling.pick(rows[:, size:], torch.where(length > 0, length + back, -1), heads).transpose(1, 2)
+    # positions before the document (or its unpaired first token) come from the incoming tail
+    older = length + back - unpaired[:, None].long()
+    old_row = (size + torch.where(length > 0, older, back)).clamp(0, size - 1)
+    old = tail.gather(1, old_row[..., None, None].expand_as(tail))
+    from_tail = (older < 0) | (length == 0)
+    return torch.where(from_tail[..., None, None], old, picked.to(tail.dtype))
+
+
+def _windows(rows: Tensor, window: int) -> Tensor:
+    """`[R, E, F]` to the window of every token, oldest first: `[R, C, W, F]`."""
+    return rows.unfold(1, window, 1).transpose(-1, -2)
+
+
+def _fold(windows: Tensor) -> Tensor:
+    """Transpose of `_windows`: add every token's window rows `[R, C, W, F]` into the pairs `[R, E, F]`."""
+    size = windows.shape[2]
+    return sum((F.pad(windows[:, :, w], (0, 0, w, size - 1 - w)) for w in range(size)), windows.new_zeros(()))
+
+
+# --- decays ---
+
+
+def _decay_matrix(log_decay: Tensor) -> Tensor:
+    """exp(u_i - u_j) for i >= j, else 0: `[R, C]` to `[R, C, C]`, from sums over segments (no cancellation)."""
+    size = log_decay.shape[1]
+    lower = torch.ones(size, size, dtype=torch.bool, device=log_decay.device).tril()
+    segments = torch.where(lower.tril(-1), log_decay[..., None], 0).cumsum(1)
+    return torch.where(lower, segments, -torch.inf).exp()
+
+
+def _one_later(x: Tensor, first: float) -> Tensor:
+    """Row i becomes row i - 1 along axis 1; row 0 is filled with `first`."""
+    return F.pad(x[:, :-1], (0, 0) * (x.ndim - 2) + (1, 0), value=first)
+
+
+# --- scalar decay: rules 1, 3 and 1A, 3A ---
+
+
+def inner_product_form(
+    S: Tensor,
+    q: Tensor,
+    x: Tensor,
+    v: Tensor,
+    strength: Tensor,
+    log_decay: Tensor,
+    *,
+    steps: list[int],
+    heads: int,
+    window: int,
+    read_after_write: bool,
+) -> tuple[Tensor, Tensor]:
+    """Masked attention with the banded mask M_tj = sum of exp(u_t - u_s) c_s over the tokens s whose window holds j."""
+    decay = _decay_matrix(log_decay)
+    from_start = log_decay.cumsum(1).exp()
+    weight = decay * strength[:, None]
+    banded = F.pad(weight, (window - 1, window - 1)).unfold(2, window, 1).sum(-1) if window > 1 else weight
+    written = (x * banded[:, -1, :, None]).transpose(1, 2) @ v
+    before, S = scan_steps(
+        lambda S, kept, new: torch.addcmul(new, kept, S), S, (from_start[:, -1:, None], written), steps, heads
+    )
+    if not read_after_write:
+        banded, from_start = _one_later(banded, 0), _one_later(from_start, 1)
+    o = torch.baddbmm((q * from_start[..., None]) @ before, (q @ x.transpose(1, 2)) * banded, v)
+    return o, S
+
+
+def regression_form(
+    S: Tensor,
+    q: Tensor,
+    x: Tensor,
+    v: Tensor,
+    strength: Tensor,
+    log_decay: Tensor,
+    *,
+    steps: list[int],
+    heads: int,
+    window: int,
+    read_after_write: bool,
+) -> tuple[Tensor, Tensor]:
+    """Residuals by one unit-lower-triangular solve a chunk, for S_0 and for v at once; C * W unknown rows.
+
+    e_{s,j} = v_j - exp(u_{s-1}) S_0^T x_j - sum_{s' < s} exp(u_{s-1} - u_{s'}) c_{s'} sum_{j'} (x_j . x_{j'}) e_{s',j'}
+    """
+    rows, chunk = q.shape[:2]
+    v_size = v.shape[2]
+    decay = _decay_matrix(log_decay)
+    from_start = log_decay.cumsum(1).exp()
+    earlier = _one_later(decay, 0) * strength[:, None]
+    gram = (x @ x.transpose(1, 2)).unfold(1, window, 1).unfold(2, window, 1)
+    system = (gram * earlier[..., None, None]).transpose(2, 3).reshape(rows, chunk * window, chunk * window)
+    sides = torch.cat([_windows(v, window), _windows(x, window) * _one_later(from_start, 1)[..., None, None]], -1)
+    residual = torch.linalg.solve_triangular(system, sides.flatten(1, 2), upper=False, unitriangular=True)
+    at_end = (strength * decay[:, -1])[..., None, None]
+    folded = _fold(residual.view(rows, chunk, window, -1) * at_end)
+    new, removed = folded.split([v_size, folded.shape[-1] - v_size], -1)
+
+    def update(S: Tensor, kept: Tensor, x: Tensor, new: Tensor, removed: Tensor) -> Tensor:
+        return torch.baddbmm(kept * S, x.transpose(1, 2), torch.baddbmm(new, removed, S, alpha=-1))
+
+    before, S = scan_steps(update, S, (from_start[:, -1:, None], x, new, removed), steps, heads)
+    weight = decay * strength[:, None]
+    if not read_after_write:
+        weight, from_start = _one_later(weight, 0), _one_later(from_start, 1)
+    scores = (q @ x.transpose(1, 2)).unfold(2, window, 1) * weight[..., None]
+    from_v, from_S = residual.split([v_size, residual.shape[-1] - v_size], -1)
+    written = torch.baddbmm(from_v, from_S, before, alpha=-1)
+    o = torch.baddbmm((q * from_start[..., None]) @ before, scores.flatten(2), written)
+    return o, S
+
+
+# --- one decay a value column: rules 2 and 2A ---
+
+
+def _column_sums(log_decay: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums over the tokens before and after each one: u_{t-1} and u_C - u_t, `[R, C, V]` each, without cancellation."""
+    before = _one_later(log_decay.cumsum(1), 0)
+    after = _one_later(log_decay.flip(1).cumsum(1), 0).flip(1)
+    return before, after
+
+
+def _column_attention(scores: Tensor, log_decay: Tensor, b: Tensor, read_after_write: bool) -> Tensor:
+    """o_t = sum_{j <= t} scores_tj exp(u_t - u_j) * b_j for every value column, by halving.
+
+    At every level the right half of a block reads the left half: the left rows are rescaled to the border and the right
+    rows from it, both by factors <= 1, so the work between is one matrix product and no [C, C, V] tensor exists.
+
+    Args:
+        scores: `[R, C, C]`. log_decay, b: `[R, C, V]`. C a power of two.
+        read_after_write: j = t takes part; otherwise the decay is exp(u_{t-1} - u_j) and j < t.
+    """
+    rows, chunk, columns = b.shape
+    o = torch.diagonal(scores, dim1=1, dim2=2)[..., None] * b if read_after_write else torch.zeros_like(b)
+    # sums from the start of the block up to t (t itself only when it reads after writing), and from j + 1 to its end
+    ahead = log_decay if read_after_write else torch.zeros_like(log_decay)
+    behind, total = torch.zeros_like(log_decay), log_decay
+    half = 1
+    while half < chunk:
+        blocks = chunk // (2 * half)
+        shape = (rows, blocks, 2, half, columns)
+        left, right = behind.view(shape)[:, :, 0], ahead.view(shape)[:, :, 1]
+        cross = torch.diagonal(scores.view(rows, blocks, 2, half, blocks, 2, half)[:, :, 1, :, :, 0], dim1=1, dim2=3)
+        read = cross.permute(0, 3, 1, 2) @ (b.view(shape)[:, :, 0] * left.exp())
+        o = o + F.pad((read * right.exp())[:, :, None], (0, 0, 0, 0, 1, 0)).view(rows, chunk, columns)
+        total = total.view(rows, blocks, 2, columns)
+        ahead = torch.stack([ahead.view(shape)[:, :, 0], right + total[:, :, 0, None]], 2).view(rows, chunk, columns)
+        behind = torch.stack([left + total[:, :, 1, None], behind.view(shape)[:, :, 1]], 2).view(rows, chunk, columns)
+        total = total.sum(2)
+        half *= 2
+    return o
+
+
+def inner_product_columns_form(
+    S: Tensor,
+    q: Tensor,
+    x: Tensor,
+    v: Tensor,
+    strength: Tensor,
+    log_decay: Tensor,
+    *,
+    steps: list[int],
+    heads: int,
+    window: int,
+    read_after_write: bool,
+) -> tuple[Tensor, Tensor]:
+    """Masked attention with one decay a column."""
+    b = strength * v
+    until, after = _column_sums(log_decay)
+    kept = (until + log_decay)[:, -1:].exp()
+    written = x.transpose(1, 2) @ (b * after.exp())
+    before, S = scan_steps(lambda S, kept, new: torch.addcmul(new, kept, S), S, (kept, written), steps, heads)
+    from_start = (until + log_decay if read_after_write else until).exp()
+    o = _column_attention(q @ x.transpose(1, 2), log_decay, b, read_after_write)
+    return torch.addcmul(o, from_start, q @ before), S
+
+
+class _ColumnSolve(torch.autograd.Function):
+    """Solve (I + A_v) b_v = r_v for every column v, given the inverses, with the gradient of the solve."""
+
+    @staticmethod
+    def forward(ctx, system: Tensor, inverse: Tensor, sides: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        """system, inverse: `[R, C, C, V]`; sides: `[R, C, V]`."""
+        b = (inverse * sides[:, None]).sum(2)
+        ctx.save_for_backward(inverse, b)
+        return b
+
+    @staticmethod
+    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
+        inverse, b = ctx.saved_tensors
+        d_sides = (inverse * grads[0][:, :, None]).sum(1)
+        return -d_sides[:, :, None] * b[:, None], None, d_sides
+
+
+def _column_inverses(system: Tensor) -> Tensor:
+    """(I + A_v)^-1 for strictly lower triangular A_v, by forward substitution over rows: `[R, C, C, V]`."""
+    chunk = system.shape[1]
+    inverse = torch.zeros_like(system)
+    for i in range(chunk):
+        if i:
+            inverse[:, i, :i] = -(system[:, i, :i, None] * inverse[:, :i, :i]).sum(1)
+        inverse[:, i, i] = 1
+    return inverse
+
+
+def regression_columns_form(
+    S: Tensor,
+    q: Tensor,
+    x: Tensor,
+    v: Tensor,
+    strength: Tensor,
+    log_decay: Tensor,
+    *,
+    steps: list[int],
+    heads: int,
+    window: int,
+    read_after_write: bool,
+) -> tuple[Tensor, Tensor]:
+    """Residuals by one small triangular system a column; all columns share the Gram matrix of the keys.
+
+    b_i = eta_i * (v_i - exp(u_{i-1}) S_0^T x_i - sum_{j < i} (x_i . x_j) exp(u_{i-1} - u_j) * b_j)
+    """
+    chunk = q.shape[1]
+    until, after = _column_sums(log_decay)
+    lower = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril(-1)[..., None]
+    difference = until[:, :, None] - (until + log_decay)[:, None]
+    decay = torch.where(lower, difference, -torch.inf).exp()
+    system = decay * (x @ x.transpose(1, 2))[..., None] * strength[:, :, None]
+    with torch.no_grad():
+        inverse = _column_inverses(system)
+    kept = (until + log_decay)[:, -1:].exp()
+    to_end = after.exp()
+    gain = strength * until.exp()
+    target = strength * v
+    written = []
+
+    def update(S: Tensor, kept: Tensor, x: Tensor, target: Tensor, gain: Tensor, to_end: Tensor, A: Tensor, inv: Tensor) -> Tensor:
+        b = _ColumnSolve.apply(A, inv, torch.addcmul(target, gain, x @ S, value=-1))
+        written.append(b)
+        return torch.baddbmm(kept * S, x.transpose(1, 2), b * to_end)
+
+    before, S = scan_steps(update, S, (kept, x, target, gain, to_end, system, inverse), steps, heads)
+    o = _column_attention(q @ x.transpose(1, 2), log_decay, torch.cat(written), read_after_write)
+    from_start = (until + log_decay if read_after_write else until).exp()
+    return torch.addcmul(o, from_start, q @ before), S
