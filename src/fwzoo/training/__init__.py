@@ -1,0 +1,1 @@
+"""Training: documents packed into rows, transformers' Trainer, and the byte baselines to stand beside."""

@@ -1,0 +1,343 @@
+"""A run of transformers' Trainer on packed rows: exact evaluation, checkpoints, interruption and resumption."""
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import (
+    ByT5Tokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_utils import get_last_checkpoint
+
+from .curve import write_curve
+from .data import BYTE_OFFSET, IGNORED_LABEL, PackedRows, collate
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long a run is and how it steps.
+
+    Attributes:
+        steps: optimiser steps.
+        minutes: stop after this wall-clock time even if steps are left; the learning rate then falls with the time. A
+            run that the time ends is not reproducible.
+        batch_size: rows a forward pass; ``gradient_accumulation`` passes make a step.
+        lr: peak learning rate, reached after ``warmup`` steps, then along a cosine to a tenth of it.
+        eval_every, save_every: in steps; 0 is never (a finished or interrupted run saves anyway).
+    """
+
+    steps: int
+    minutes: float | None = None
+    batch_size: int = 8
+    gradient_accumulation: int = 1
+    lr: float = 1e-3
+    warmup: int = 100
+    weight_decay: float = 0.1
+    seed: int = 0
+    eval_every: int = 0
+    save_every: int = 0
+    log_every: int = 10
+    bf16: bool = False
+    gradient_checkpointing: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run left: the metrics of its last evaluation (empty without one), and the step and checkpoint it reached."""
+
+    metrics: dict[str, float]
+    step: int
+    interrupted: bool
+    checkpoint: Path | None
+    seconds: float
+
+
+def loss_unit(tokenizer: PreTrainedTokenizerBase) -> str:
+    """``"bits_per_byte"`` for bytes and ``"nats_per_token"`` otherwise: the unit in which losses are shown."""
+    return "bits_per_byte" if isinstance(tokenizer, ByT5Tokenizer) else "nats_per_token"
+
+
+class Evaluation(NamedTuple):
+    """The metrics of the weights after ``step`` steps."""
+
+    step: int
+    metrics: dict[str, float]
+
+
+class PackedTrainer(Trainer):
+    """transformers' Trainer whose evaluation weighs every token equally, however unequal the batches are."""
+
+    def __init__(self, unit: str, **options: Any):
+        super().__init__(**options)
+        self.unit = unit
+        self.evaluated = Evaluation(-1, {})
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """The mean cost of the held-out rows, logged and returned.
+
+        Returns:
+            ``eval_loss`` (nats a target token), and ``eval_bits_per_byte`` (all targets, ends of documents included,
+            divided by the bytes among them) or ``eval_nats_per_token`` and ``eval_perplexity``.
+        """
+        model = self.model
+        training = model.training
+        model.eval()
+        nats, targets, byte_targets = torch.zeros(3, dtype=torch.float64, device=self.args.device)
+        with torch.no_grad(), self.accelerator.autocast():
+            for batch in self.get_eval_dataloader(eval_dataset):
+                batch = self._prepare_inputs(batch)
+                nats += model(**batch, use_cache=False, num_items_in_batch=1).loss
+                targets += (batch["labels"] != IGNORED_LABEL).sum()
+                byte_targets += (batch["labels"] >= BYTE_OFFSET).sum()
+        model.train(training)
+        nats, targets, byte_targets = self.accelerator.reduce(torch.stack([nats, targets, byte_targets])).tolist()
+        if targets == 0:
+            raise ValueError("the evaluation text holds no token to predict; it must hold at least two bytes.")
+        metrics = {"loss": nats / targets}
+        if self.unit == "bits_per_byte":
+            metrics["bits_per_byte"] = nats / math.log(2) / max(byte_targets, 1)
+        else:
+            metrics["nats_per_token"] = metrics["loss"]
+            metrics["perplexity"] = math.exp(min(metrics["loss"], 700))
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        self.log(metrics)
+        self.evaluated = Evaluation(self.state.global_step, metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+
+class SaveOnInterrupt(TrainerCallback):
+    """Turns the first interrupt (Ctrl-C, or a termination signal) into a checkpoint at the end of the running step.
+
+    A second one interrupts at once. ``interrupted`` says afterwards whether it happened.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self, console: Console):
+        self.console = console
+        self.interrupted = False
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.interrupted:
+            raise KeyboardInterrupt
+        self.interrupted = True
+        self.console.print("interrupted: finishing this step and saving; interrupt again to stop at once")
+
+    def install(self) -> None:
+        """Take over the signals, where that is possible: in the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._previous = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+
+    def restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self.interrupted:
+            control.should_save = True
+            control.should_training_stop = True
+
+
+class TimeLimit(TrainerCallback):
+    """Ends a run after ``minutes`` and says how much of its time is gone."""
+
+    def __init__(self, minutes: float):
+        self.seconds = 60 * minutes
+        self.began: float | None = None
+
+    @property
+    def share_used(self) -> float:
+        return 0.0 if self.began is None else (time.monotonic() - self.began) / self.seconds
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.began = time.monotonic()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self.share_used >= 1:
+            control.should_training_stop = True
+
+
+class RichProgress(TrainerCallback):
+    """A progress bar with the latest loss, and a line an evaluation."""
+
+    def __init__(self, console: Console, unit: str):
+        self.console = console
+        self.unit = unit
+        self.scale = 1 / math.log(2) if unit == "bits_per_byte" else 1.0
+        self.progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[loss]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+        )
+
+    @property
+    def label(self) -> str:
+        return self.unit.replace("_", " ")
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.task = self.progress.add_task("", total=state.max_steps, completed=state.global_step, loss="")
+        self.progress.start()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.progress.update(self.task, completed=state.global_step)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        logs = logs or {}
+        if "loss" in logs:
+            self.progress.update(self.task, loss=f"{logs['loss'] * self.scale:.3f} {self.label}")
+        if f"eval_{self.unit}" in logs:
+            self.console.print(f"step {state.global_step}: held-out {logs[f'eval_{self.unit}']:.3f} {self.label}")
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.progress.stop()
+
+
+def _parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay; vectors (norms, gate offsets) do not."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def _optimizer(
+    model: torch.nn.Module, schedule: Schedule, limit: TimeLimit | None
+) -> tuple[torch.optim.Optimizer, LambdaLR]:
+    """AdamW and a linear warm-up followed by a cosine to a tenth, over the steps or the time, whichever is further."""
+
+    def factor(step: int) -> float:
+        if step < schedule.warmup:
+            return (step + 1) / (schedule.warmup + 1)
+        share = (step - schedule.warmup) / max(1, schedule.steps - schedule.warmup)
+        if limit is not None:
+            share = max(share, limit.share_used)
+        return 0.55 + 0.45 * math.cos(math.pi * min(1.0, share))
+
+    optimizer = torch.optim.AdamW(_parameter_groups(model, schedule.weight_decay), lr=schedule.lr, betas=(0.9, 0.95))
+    return optimizer, LambdaLR(optimizer, factor)
+
+
+def train(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: PackedRows,
+    out: Path,
+    schedule: Schedule,
+    eval_rows: PackedRows | None = None,
+    resume: bool = False,
+    console: Console | None = None,
+    lines: Mapping[str, float] | None = None,
+) -> Outcome:
+    """Train, evaluate, and write the model, the tokenizer, checkpoints and the loss curve into ``out``.
+
+    Args:
+        rows: endless, i.e. made with a seed.
+        resume: go on from the newest checkpoint in ``out``, at the row where it stopped.
+        lines: values to draw into the loss curve, in its unit.
+
+    Raises:
+        ValueError: there is no checkpoint to resume from, a source cannot be read, or accelerate is missing.
+    """
+    checkpoint = get_last_checkpoint(str(out)) if out.is_dir() else None
+    if resume and checkpoint is None:
+        raise ValueError(f"out {str(out)!r} has no checkpoint to resume from.")
+    unit = loss_unit(tokenizer)
+    console = console or Console()
+    limit = None if schedule.minutes is None else TimeLimit(schedule.minutes)
+    interrupt = SaveOnInterrupt(console)
+    try:
+        arguments = TrainingArguments(
+            output_dir=str(out),
+            max_steps=schedule.steps,
+            per_device_train_batch_size=schedule.batch_size,
+            per_device_eval_batch_size=schedule.batch_size,
+            gradient_accumulation_steps=schedule.gradient_accumulation,
+            max_grad_norm=1.0,
+            seed=schedule.seed,
+            bf16=schedule.bf16,
+            eval_strategy="steps" if schedule.eval_every and eval_rows is not None else "no",
+            eval_steps=schedule.eval_every or None,
+            save_strategy="steps" if schedule.save_every else "no",
+            save_steps=schedule.save_every or 1,
+            save_total_limit=3,
+            logging_steps=schedule.log_every,
+            remove_unused_columns=False,
+            # Every process reads the rows and takes its own; slices of another process's batch would cut documents.
+            accelerator_config={"dispatch_batches": False, "split_batches": False},
+            dataloader_pin_memory=torch.cuda.is_available(),
+            report_to="none",
+            disable_tqdm=True,
+        )
+    except ImportError as error:
+        raise ValueError("training needs the accelerate library: pip install 'fwzoo[train]'.") from error
+    trainer = PackedTrainer(
+        unit,
+        model=model,
+        args=arguments,
+        data_collator=collate,
+        train_dataset=rows,
+        eval_dataset=eval_rows,
+        processing_class=tokenizer,
+        optimizers=_optimizer(model, schedule, limit),
+        callbacks=[RichProgress(console, unit), interrupt] + ([limit] if limit else []),
+    )
+    trainer.remove_callback(PrinterCallback)
+    if schedule.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(model.config, name, getattr(tokenizer, name))
+    began = time.monotonic()
+    interrupt.install()
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint if resume else None)
+    finally:
+        interrupt.restore()
+    seconds = time.monotonic() - began
+    step = trainer.state.global_step
+    if eval_rows is not None and not interrupt.interrupted and trainer.evaluated.step != step:
+        trainer.evaluate()
+    trainer.save_model()
+    write_curve(out, trainer.state.log_history, unit, lines)
+    newest = get_last_checkpoint(str(out))
+    return Outcome(
+        metrics=trainer.evaluated.metrics,
+        step=step,
+        interrupted=interrupt.interrupted,
+        checkpoint=Path(newest) if newest else None,
+        seconds=seconds,
+    )
