@@ -63,6 +63,10 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
 # --- Sources of documents --------------------------------------------------------------------------------------------
 
 
+class SourceError(ValueError):
+    """Text that cannot be read: a sentence with the source, what it is, and what is allowed."""
+
+
 class Source(Protocol):
     """Where documents come from: any number of passes, each in the same order unless ``rng`` is given."""
 
@@ -86,7 +90,7 @@ class Files:
     compressed (``.gz``). With ``rng`` the files are taken in random order; within a file the order stays.
 
     Raises:
-        ValueError: a path is not a file, or (while reading) a JSON line has no text under ``column``.
+        SourceError: a path is not a file, or (while reading) a JSON line has no text under ``column``.
     """
 
     paths: tuple[str, ...]
@@ -96,7 +100,7 @@ class Files:
         for path in self.paths:
             if not Path(path).is_file():
                 what = "is a folder" if Path(path).is_dir() else "does not exist"
-                raise ValueError(f"text source {path!r} {what}; allowed are text files and JSON-lines files.")
+                raise SourceError(f"text source {path!r} {what}; allowed are text files and JSON-lines files.")
 
     def documents(self, rng: np.random.Generator | None = None) -> Iterator[Document]:
         order = range(len(self.paths)) if rng is None else rng.permutation(len(self.paths))
@@ -124,7 +128,7 @@ def _text_pieces(path: str) -> Iterator[str]:
             while piece := file.read(PIECE_CHARACTERS):
                 yield piece + file.readline(PIECE_CHARACTERS)
     except (UnicodeDecodeError, gzip.BadGzipFile) as error:
-        raise ValueError(f"text source {path!r} is not UTF-8 text ({error}).") from error
+        raise SourceError(f"text source {path!r} is not UTF-8 text ({error}).") from error
 
 
 def _json_lines(path: str, column: str) -> Iterator[Document]:
@@ -138,16 +142,16 @@ def _json_lines(path: str, column: str) -> Iterator[Document]:
                 text = record.get(column) if isinstance(record, dict) else None
                 if not isinstance(text, str):
                     found = sorted(record) if isinstance(record, dict) else type(record).__name__
-                    raise ValueError(
+                    raise SourceError(
                         f"text source {path!r} line {number} has no text under {column!r}, it has {found}."
                     )
                 yield (text,)
     except json.JSONDecodeError as error:
-        raise ValueError(
+        raise SourceError(
             f"text source {path!r} line {number} is not JSON ({error.msg}); allowed is one JSON object a line."
         ) from error
     except (UnicodeDecodeError, gzip.BadGzipFile) as error:
-        raise ValueError(f"text source {path!r} is not UTF-8 text ({error}).") from error
+        raise SourceError(f"text source {path!r} is not UTF-8 text ({error}).") from error
 
 
 @dataclass(frozen=True)
@@ -155,7 +159,7 @@ class HubDataset:
     """A split of a dataset that the ``datasets`` library loads by name, streamed; one document a record.
 
     Raises:
-        ValueError: the dataset does not load, or (while reading) a record has no text under ``column``.
+        SourceError: the dataset does not load, or (while reading) a record has no text under ``column``.
     """
 
     name: str
@@ -167,18 +171,18 @@ class HubDataset:
         try:
             import datasets
         except ImportError as error:
-            raise ValueError("dataset sources need the datasets library: pip install 'fwzoo[train]'.") from error
+            raise SourceError("dataset sources need the datasets library: pip install 'fwzoo[train]'.") from error
         try:
             stream = datasets.load_dataset(self.name, split=self.split, streaming=True)
         except Exception as error:  # the library raises many unrelated classes for a name it cannot load
-            raise ValueError(f"dataset {self.name!r} with split {self.split!r} does not load ({error}).") from error
+            raise SourceError(f"dataset {self.name!r} with split {self.split!r} does not load ({error}).") from error
         object.__setattr__(self, "_stream", stream)
 
     def documents(self, rng: np.random.Generator | None = None) -> Iterator[Document]:
         for record in self._stream:
             text = record.get(self.column)
             if not isinstance(text, str):
-                raise ValueError(f"dataset {self.name!r} has no text under {self.column!r}, it has {sorted(record)}.")
+                raise SourceError(f"dataset {self.name!r} has no text under {self.column!r}, it has {sorted(record)}.")
             yield (text,)
 
 
@@ -278,7 +282,7 @@ class PackedRows(IterableDataset):
                 empty = False
                 yield row
             if empty:
-                raise ValueError("the text sources hold no text to train on.")
+                raise SourceError("the text sources hold no text to train on.")
 
     def _one_pass(self, rng: np.random.Generator | None) -> Iterator[Row]:
         return pack(

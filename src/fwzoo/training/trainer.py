@@ -28,7 +28,7 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 from .curve import write_curve
-from .data import BYTE_OFFSET, IGNORED_LABEL, PackedRows, collate
+from .data import BYTE_OFFSET, IGNORED_LABEL, PackedRows, SourceError, collate
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run left: the metrics of its last evaluation (empty without one), and the step and checkpoint it reached."""
+    """What a run left: the metrics of its last evaluation (if any), and the step and checkpoint it reached."""
 
     metrics: dict[str, float]
     step: int
@@ -112,7 +112,7 @@ class PackedTrainer(Trainer):
         model.train(training)
         nats, targets, byte_targets = self.accelerator.reduce(torch.stack([nats, targets, byte_targets])).tolist()
         if targets == 0:
-            raise ValueError("the evaluation text holds no token to predict; it must hold at least two bytes.")
+            raise SourceError("the evaluation text holds no token to predict; it must hold at least two bytes.")
         metrics = {"loss": nats / targets}
         if self.unit == "bits_per_byte":
             metrics["bits_per_byte"] = nats / math.log(2) / max(byte_targets, 1)
@@ -122,7 +122,7 @@ class PackedTrainer(Trainer):
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         self.log(metrics)
         self.evaluated = Evaluation(self.state.global_step, metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.control: TrainerControl = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
 
@@ -271,7 +271,8 @@ def train(
         lines: values to draw into the loss curve, in its unit.
 
     Raises:
-        ValueError: there is no checkpoint to resume from, a source cannot be read, or accelerate is missing.
+        ValueError: there is no checkpoint to resume from, or accelerate is missing.
+        SourceError: a source cannot be read or holds no text.
     """
     checkpoint = get_last_checkpoint(str(out)) if out.is_dir() else None
     if resume and checkpoint is None:
