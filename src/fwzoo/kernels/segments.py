@@ -1,4 +1,4 @@
-"""Differentiating a scan over chunks in memory that is linear in T and small: keep chunk-boundary states, recompute the rest."""
+"""Differentiating a scan over chunks in little memory: keep the states between segments, recompute what is inside."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from torch.utils.checkpoint import checkpoint
 
 Body = Callable[..., tuple[Tensor, Tensor]]
 
-ROWS = 256  # tiles times heads in a segment: enough work for every thread, small enough for the cache
+TOKENS = 16384  # tokens times heads in a segment: enough work for every thread, little enough to keep between passes
 
 
-def scan_segments(body: Body, S: Tensor, inputs: Sequence[Tensor], steps: Sequence[int], heads: int) -> tuple[Tensor, Tensor]:
+def scan_segments(
+    body: Body, S: Tensor, inputs: Sequence[Tensor], steps: Sequence[int], heads: int, chunk: int
+) -> tuple[Tensor, Tensor]:
     """Run `body` over segments of chunk steps; in backward, each segment is recomputed from its incoming state.
 
     Args:
@@ -21,13 +23,13 @@ def scan_segments(body: Body, S: Tensor, inputs: Sequence[Tensor], steps: Sequen
         S: state `[N * H, K, V]`.
         inputs: tile tensors `[M * H, ...]` ordered by step.
         steps: documents that are active in each step (M is their sum).
-        heads: H.
+        heads: H. chunk: C.
 
     Returns: output `[M * H, ...]` and the final state.
     """
     segments: list[list[int]] = [[]]
     for n in steps:
-        if segments[-1] and (sum(segments[-1]) + n) * heads > ROWS:
+        if segments[-1] and (sum(segments[-1]) + n) * heads * chunk > TOKENS:
             segments.append([])
         segments[-1].append(n)
     if len(segments) == 1:

@@ -12,10 +12,12 @@ are the case W = 1.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..contract import compute_dtype
 from ..segments import scan_segments, scan_steps
@@ -74,7 +76,7 @@ def falcon_chunk(
     }[rule.regression, rule.per_column]
     body = functools.partial(form, heads=heads, window=window, read_after_write=options.read_after_write)
     S = state.S.flatten(0, 1)
-    o, S = scan_segments(body, S, (q_tiles, x, values, strength, gamma.log()), tiling.steps, heads)
+    o, S = scan_segments(body, S, (q_tiles, x, values, strength, gamma.log()), tiling.steps, heads, chunk)
     S = S.view(state.S.shape)
 
     last = tiling.lengths - 1
@@ -105,7 +107,7 @@ def chunk_size(options: Options, tokens: int) -> int:
     return size
 
 
-COLUMN_SOLVE_CHUNK = 16
+COLUMN_SOLVE_CHUNK = 8
 
 
 # --- pairs and windows ---
@@ -261,35 +263,78 @@ def _column_sums(log_decay: Tensor) -> tuple[Tensor, Tensor]:
     return before, after
 
 
-def _column_attention(scores: Tensor, log_decay: Tensor, b: Tensor, read_after_write: bool) -> Tensor:
+class _ColumnAttention(torch.autograd.Function):
     """o_t = sum_{j <= t} scores_tj exp(u_t - u_j) * b_j for every value column, by halving.
 
     At every level the right half of a block reads the left half: the left rows are rescaled to the border and the right
-    rows from it, both by factors <= 1, so the work between is one matrix product and no [C, C, V] tensor exists.
+    rows from it, both by factors <= 1, so the work between is one matrix product and no [C, C, V] tensor exists. With
+    `read_after_write=False` the decay is exp(u_{t-1} - u_j), for j < t.
 
-    Args:
-        scores: `[R, C, C]`. log_decay, b: `[R, C, V]`. C a power of two.
-        read_after_write: j = t takes part; otherwise the decay is exp(u_{t-1} - u_j) and j < t.
+    `ahead` holds sums of log-decay from the start of a block up to t, `behind` those from j + 1 to its end.
     """
-    rows, chunk, columns = b.shape
-    o = torch.diagonal(scores, dim1=1, dim2=2)[..., None] * b if read_after_write else torch.zeros_like(b)
-    # sums from the start of the block up to t (t itself only when it reads after writing), and from j + 1 to its end
-    ahead = log_decay if read_after_write else torch.zeros_like(log_decay)
-    behind, total = torch.zeros_like(log_decay), log_decay
-    half = 1
-    while half < chunk:
-        blocks = chunk // (2 * half)
-        shape = (rows, blocks, 2, half, columns)
-        left, right = behind.view(shape)[:, :, 0], ahead.view(shape)[:, :, 1]
-        cross = torch.diagonal(scores.view(rows, blocks, 2, half, blocks, 2, half)[:, :, 1, :, :, 0], dim1=1, dim2=3)
-        read = cross.permute(0, 3, 1, 2) @ (b.view(shape)[:, :, 0] * left.exp())
-        o = o + F.pad((read * right.exp())[:, :, None], (0, 0, 0, 0, 1, 0)).view(rows, chunk, columns)
-        total = total.view(rows, blocks, 2, columns)
-        ahead = torch.stack([ahead.view(shape)[:, :, 0], right + total[:, :, 0, None]], 2).view(rows, chunk, columns)
-        behind = torch.stack([left + total[:, :, 1, None], behind.view(shape)[:, :, 1]], 2).view(rows, chunk, columns)
-        total = total.sum(2)
-        half *= 2
-    return o
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, log_decay: Tensor, b: Tensor, read_after_write: bool) -> Tensor:
+        """scores `[R, C, C]`; log_decay, b `[R, C, V]`; C a power of two. Returns `[R, C, V]`."""
+        rows, chunk, columns = b.shape
+        saved = []
+        o = torch.diagonal(scores, dim1=1, dim2=2)[..., None] * b if read_after_write else torch.zeros_like(b)
+        ahead = log_decay.clone() if read_after_write else torch.zeros_like(log_decay)
+        behind, total = torch.zeros_like(log_decay), log_decay
+        for half in _halves(chunk):
+            shape = (rows, chunk // (2 * half), 2, half, columns)
+            left, right = behind.view(shape)[:, :, 0], ahead.view(shape)[:, :, 1]
+            from_left, to_right = left.exp(), right.exp()
+            rescaled = b.view(shape)[:, :, 0] * from_left
+            read = _cross(scores, half) @ rescaled
+            o.view(shape)[:, :, 1].addcmul_(read, to_right)
+            saved += [from_left, to_right, rescaled, read]
+            total = total.view(rows, -1, 2, 1, columns)
+            right += total[:, :, 0]
+            left += total[:, :, 1]
+            total = total.sum(2)
+        ctx.save_for_backward(scores, b, *saved)
+        ctx.read_after_write = read_after_write
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (scores, b, *saved), d_o = ctx.saved_tensors, grads[0].contiguous()
+        rows, chunk, columns = b.shape
+        d_scores, d_b = torch.zeros_like(scores), torch.zeros_like(b)
+        d_ahead, d_behind = torch.zeros_like(b), torch.zeros_like(b)
+        d_total = b.new_zeros(rows, 1, columns)
+        for level, half in reversed(list(enumerate(_halves(chunk)))):
+            shape = (rows, chunk // (2 * half), 2, half, columns)
+            from_left, to_right, rescaled, read = saved[4 * level : 4 * level + 4]
+            d_left, d_right = d_behind.view(shape)[:, :, 0], d_ahead.view(shape)[:, :, 1]
+            d_total = d_total[:, :, None] + torch.stack([d_right.sum(2), d_left.sum(2)], 2)
+            d_total = d_total.view(rows, -1, columns)
+            d_read = d_o.view(shape)[:, :, 1] * to_right
+            _cross(d_scores, half).copy_(d_read @ rescaled.transpose(-1, -2))
+            d_rescaled = _cross(scores, half).transpose(-1, -2) @ d_read
+            d_b.view(shape)[:, :, 0].addcmul_(d_rescaled, from_left)
+            d_right.addcmul_(d_read, read)
+            d_left.addcmul_(d_rescaled, rescaled)
+        d_log_decay = d_total
+        if ctx.read_after_write:
+            d_log_decay = d_total + d_ahead
+            torch.diagonal(d_scores, dim1=1, dim2=2).copy_((d_o * b).sum(-1))
+            d_b.addcmul_(torch.diagonal(scores, dim1=1, dim2=2)[..., None], d_o)
+        return d_scores, d_log_decay, d_b, None
+
+
+def _halves(chunk: int) -> list[int]:
+    """1, 2, 4, ... below `chunk`."""
+    return [1 << level for level in range((chunk - 1).bit_length())]
+
+
+def _cross(scores: Tensor, half: int) -> Tensor:
+    """View of the scores of the right half (rows) on the left half of every block: `[R, C / 2 half, half, half]`."""
+    rows, chunk, _ = scores.shape
+    blocks = scores.view(rows, chunk // (2 * half), 2, half, chunk // (2 * half), 2, half)[:, :, 1, :, :, 0]
+    return torch.diagonal(blocks, dim1=1, dim2=3).permute(0, 3, 1, 2)
 
 
 def inner_product_columns_form(
@@ -312,25 +357,36 @@ def inner_product_columns_form(
     written = x.transpose(1, 2) @ (b * after.exp())
     before, S = scan_steps(lambda S, kept, new: torch.addcmul(new, kept, S), S, (kept, written), steps, heads)
     from_start = (until + log_decay if read_after_write else until).exp()
-    o = _column_attention(q @ x.transpose(1, 2), log_decay, b, read_after_write)
+    o = _ColumnAttention.apply(q @ x.transpose(1, 2), log_decay, b, read_after_write)
     return torch.addcmul(o, from_start, q @ before), S
 
 
 class _ColumnSolve(torch.autograd.Function):
-    """Solve (I + A_v) b_v = r_v for every column v, given the inverses, with the gradient of the solve."""
+    """Solve b_i + eta_i * sum_{j < i} G_ij exp(u_{i-1} - u_j) * b_j = r_i, one triangular system a value column.
+
+    The backward pass solves the transposed systems with the same inverses; no gradient of size [R, C, C, V] is kept.
+    """
 
     @staticmethod
-    def forward(ctx, system: Tensor, inverse: Tensor, sides: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        """system, inverse: `[R, C, C, V]`; sides: `[R, C, V]`."""
+    def forward(
+        ctx: Any, gram: Tensor, until: Tensor, upto: Tensor, eta: Tensor, sides: Tensor, decay: Tensor, inverse: Tensor
+    ) -> Tensor:
+        """gram `[R, C, C]`; until (u_{i-1}), upto (u_j), eta, sides `[R, C, V]`; decay, inverse `[R, C, C, V]`."""
         b = (inverse * sides[:, None]).sum(2)
-        ctx.save_for_backward(inverse, b)
+        ctx.save_for_backward(gram, eta, decay, inverse, b)
         return b
 
     @staticmethod
-    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
-        inverse, b = ctx.saved_tensors
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        gram, eta, decay, inverse, b = ctx.saved_tensors
         d_sides = (inverse * grads[0][:, :, None]).sum(1)
-        return -d_sides[:, :, None] * b[:, None], None, d_sides
+        d_product = decay * d_sides[:, :, None] * b[:, None]  # minus the gradient of eta_i G_ij
+        weighted = d_product * gram[..., None]
+        d_eta = -weighted.sum(2)
+        d_gram = -(d_product * eta[:, :, None]).sum(3)
+        d_upto = (weighted * eta[:, :, None]).sum(1)
+        return d_gram, eta * d_eta, d_upto, d_eta, d_sides, None, None
 
 
 def _column_inverses(system: Tensor) -> Tensor:
@@ -363,24 +419,25 @@ def regression_columns_form(
     """
     chunk = q.shape[1]
     until, after = _column_sums(log_decay)
-    lower = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril(-1)[..., None]
-    difference = until[:, :, None] - (until + log_decay)[:, None]
-    decay = torch.where(lower, difference, -torch.inf).exp()
-    system = decay * (x @ x.transpose(1, 2))[..., None] * strength[:, :, None]
+    upto = until + log_decay
+    gram = x @ x.transpose(1, 2)
     with torch.no_grad():
-        inverse = _column_inverses(system)
-    kept = (until + log_decay)[:, -1:].exp()
-    to_end = after.exp()
-    gain = strength * until.exp()
-    target = strength * v
+        lower = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril(-1)[..., None]
+        decay = torch.where(lower, until[:, :, None] - upto[:, None], -torch.inf).exp_()
+        inverse = _column_inverses(decay * gram[..., None] * strength[:, :, None])
+    kept, to_end = upto[:, -1:].exp(), after.exp()
+    gain, target = strength * until.exp(), strength * v
     written = []
 
-    def update(S: Tensor, kept: Tensor, x: Tensor, target: Tensor, gain: Tensor, to_end: Tensor, A: Tensor, inv: Tensor) -> Tensor:
-        b = _ColumnSolve.apply(A, inv, torch.addcmul(target, gain, x @ S, value=-1))
+    def update(S: Tensor, kept: Tensor, x: Tensor, target: Tensor, gain: Tensor, to_end: Tensor, *solve: Tensor) -> Tensor:
+        gram, until, upto, eta, decay, inverse = solve
+        sides = torch.addcmul(target, gain, x @ S, value=-1)
+        b = _ColumnSolve.apply(gram, until, upto, eta, sides, decay, inverse)
         written.append(b)
         return torch.baddbmm(kept * S, x.transpose(1, 2), b * to_end)
 
-    before, S = scan_steps(update, S, (kept, x, target, gain, to_end, system, inverse), steps, heads)
-    o = _column_attention(q @ x.transpose(1, 2), log_decay, torch.cat(written), read_after_write)
+    solve = (gram, until, upto, strength, decay, inverse)
+    before, S = scan_steps(update, S, (kept, x, target, gain, to_end, *solve), steps, heads)
+    o = _ColumnAttention.apply(q @ x.transpose(1, 2), log_decay, torch.cat(written), read_after_write)
     from_start = (until + log_decay if read_after_write else until).exp()
     return torch.addcmul(o, from_start, q @ before), S
