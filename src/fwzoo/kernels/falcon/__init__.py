@@ -16,7 +16,7 @@ from .rules import RULES, FalconState, Options, Rule, empty_state
 
 __all__ = ["RULES", "FalconState", "Rule", "falcon"]
 
-FALCON = contract.register(Op("falcon", {"reference": falcon_reference, "chunk": falcon_chunk}, short=8))
+FALCON = contract.register(Op("falcon", {"reference": falcon_reference, "chunk": falcon_chunk}, short=4))
 
 
 def falcon(

@@ -1,0 +1,5 @@
+"""Configurations: the common one, and one file a family."""
+
+from .base import FwzooConfig
+
+__all__ = ["FwzooConfig"]

@@ -1,0 +1,342 @@
+"""The backbone, written once: block, base class, Model and ForCausalLM. Architectures are thin subclasses of these."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import TransformersKwargs, logging
+from transformers.utils.generic import can_return_tuple
+
+from .. import registry
+from ..configuration.base import FwzooConfig
+from ..kernels import explain
+from .blocks import ShortConvolution
+from .cache import CACHE_KEY, FastWeightCache, FastWeightLayer
+
+logger = logging.get_logger("fwzoo")
+
+# keywords that transformers' tools pass to every model and that mean nothing for ours
+IGNORED = frozenset(TransformersKwargs.__annotations__) | {"cache_position", "token_type_ids", "is_first_iteration"}
+
+
+class FwzooBlock(GradientCheckpointingLayer):
+    """Pre-norm residual block: a token mixer, then the module in the feed-forward slot."""
+
+    def __init__(self, config: FwzooConfig, layer_index: int) -> None:
+        super().__init__()
+        assert config.mixers is not None and config.feed_forwards is not None
+        self.mixer_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.mixer = registry.mixer(config.mixers[layer_index])(config, layer_index)
+        self.feed_forward_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.feed_forward = registry.feed_forward(config.feed_forwards[layer_index])(config, layer_index)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        layer_past: FastWeightLayer | None = None,
+    ) -> Tensor:
+        """hidden `[B, T, D]`; mask bool `[B, T]`; cu_seqlens int64 `[S + 1]`; layer_past: this layer's cache."""
+        mixing = feeding = None
+        if layer_past is not None:
+
+            def replay(layer: FastWeightLayer, tokens: int) -> None:
+                self.forward(hidden[:, :tokens], None if mask is None else mask[:, :tokens], cu_seqlens, layer)
+
+            layer_past.begin(replay)
+            mixing, feeding = layer_past.memory("mixer"), layer_past.memory("feed_forward")
+        inputs = hidden
+        hidden = inputs + self.mixer(self.mixer_norm(inputs), mixing, mask, cu_seqlens)
+        hidden = hidden + self.feed_forward(self.feed_forward_norm(hidden), feeding, mask, cu_seqlens)
+        if layer_past is not None:
+            layer_past.end(inputs.shape[1])
+        return hidden
+
+
+class FwzooPreTrainedModel(PreTrainedModel):
+    """Initial values, loading and saving, shared by every model of the zoo."""
+
+    config_class = FwzooConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar[list[str]] = ["FwzooBlock"]
+    _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values", "cache", "layer_past"]
+    _is_stateful = False
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+            if getattr(module, "padding_idx", None) is not None and not getattr(module.weight, "_is_hf_initialized", False):
+                init.zeros_(module.weight[module.padding_idx])
+        elif isinstance(module, nn.RMSNorm):
+            init.ones_(module.weight)
+        elif isinstance(module, ShortConvolution):
+            bound = module.size**-0.5
+            init.uniform_(module.weight, -bound, bound)
+
+    def kernel_report(self, tokens: int = 4096) -> list[tuple[int, str, str, str]]:
+        """Which kernel level every layer runs for a call of `tokens` tokens: (layer, mixer, level, reason)."""
+        rows = []
+        probe = torch.empty(1, tokens, 1, 1, device="meta")
+        for index, block in enumerate(self.get_decoder().layers):
+            choice = explain(block.mixer.operator, probe)
+            level, reason = choice.level, choice.reason
+            if self.config.kernel_level != "auto":
+                level, reason = self.config.kernel_level, "set by config.kernel_level"
+            rows.append((index, self.config.mixers[index], level, reason))
+        return rows
+
+    @torch.no_grad()
+    def state_bytes(self) -> list[int]:
+        """Bytes of cache that one sequence needs, for every layer (after one token)."""
+        cache = FastWeightCache(self.config)
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        self.get_decoder()(token, use_cache=True, **{CACHE_KEY: cache})
+        return [layer.nbytes for layer in cache.layers]
+
+
+class FwzooModel(FwzooPreTrainedModel):
+    """Embeddings, blocks and the final norm: token ids to hidden states."""
+
+    def __init__(self, config: FwzooConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList([FwzooBlock(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: FastWeightCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        cache: FastWeightCache | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Hidden states of the last layer.
+
+        Args:
+            input_ids: int64 `[B, T]`, or inputs_embeds `[B, T, D]`.
+            attention_mask: `[B, T]`, or `[B, tokens in the cache + T]`; 0 for padding, which may stand anywhere.
+            position_ids: `[B, T]`; with batch size 1, no mask and no cache, a restart at 0 begins a new document.
+            past_key_values, cache: two names of one `FastWeightCache` to continue from; it is updated in place.
+            use_cache: return the cache; default: `config.use_cache` outside of training.
+            cu_seq_lens_q: int `[S + 1]`, boundaries of documents packed into a batch of one.
+            seq_idx: `[1, T]`, document number of every token; the same as cu_seq_lens_q.
+            output_hidden_states: also return the input of every block and the final states.
+
+        Raises:
+            ValueError, TypeError: an argument has a wrong type, shape or value; the message names it.
+        """
+        self._check_keywords(kwargs)
+        if (input_ids is None) == (inputs_embeds is None):
+            both = "both" if input_ids is not None else "neither"
+            raise ValueError(f"{both} of input_ids and inputs_embeds were given; give exactly one of them")
+        if inputs_embeds is None:
+            assert input_ids is not None
+            if input_ids.ndim != 2:
+                raise ValueError(f"input_ids has shape {list(input_ids.shape)}; it must be [B, T]")
+            inputs_embeds = self.embed_tokens(input_ids)
+        past = self._resolve_cache(past_key_values, cache)
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if use_cache and self.training and self.gradient_checkpointing and torch.is_grad_enabled():
+            logger.warning_once("use_cache=True does not go with gradient checkpointing; the cache is not returned")
+            use_cache, past = False, None
+        if use_cache and past is None:
+            past = FastWeightCache(self.config)
+        mask = self._token_mask(attention_mask, inputs_embeds, past)
+        cu_seqlens = self._document_bounds(inputs_embeds, attention_mask, position_ids, past, cu_seq_lens_q, seq_idx)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+
+        hidden = inputs_embeds
+        states = []
+        for index, layer in enumerate(self.layers):
+            states.append(hidden)
+            hidden = layer(hidden, mask, cu_seqlens, layer_past=None if past is None else past.layers[index])
+        hidden = self.norm(hidden)
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden,
+            hidden_states=(*states, hidden) if output_hidden_states else None,
+            **{CACHE_KEY: past if use_cache else None},
+        )
+
+    def _check_keywords(self, kwargs: dict[str, Any]) -> None:
+        if unknown := set(kwargs) - IGNORED:
+            raise TypeError(f"{sorted(unknown)[0]} is not an argument of {type(self).__name__}.forward")
+        if kwargs.get("output_attentions"):
+            raise ValueError("output_attentions is True; fast-weight layers have no attention maps, so it must be False")
+
+    def _resolve_cache(self, past_key_values: Any, cache: Any) -> FastWeightCache | None:
+        if past_key_values is not None and cache is not None and past_key_values is not cache:
+            raise ValueError("past_key_values and cache are two names of one argument; give only one of them")
+        past = cache if past_key_values is None else past_key_values
+        if past is not None and not isinstance(past, FastWeightCache):
+            raise TypeError(f"{CACHE_KEY} is a {type(past).__name__}; a fwzoo model takes a fwzoo.FastWeightCache")
+        if past is not None and len(past.layers) != len(self.layers):
+            raise ValueError(f"{CACHE_KEY} has {len(past.layers)} layers; this model has {len(self.layers)}")
+        return past
+
+    def _token_mask(self, attention_mask: Tensor | None, embeds: Tensor, past: FastWeightCache | None) -> Tensor | None:
+        """bool `[B, T]` for the new tokens, or None when all are real."""
+        if attention_mask is None:
+            return None
+        batch, tokens = embeds.shape[:2]
+        total = tokens + (past.get_seq_length() if past is not None else 0)
+        if attention_mask.ndim != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] not in (tokens, total):
+            raise ValueError(
+                f"attention_mask has shape {list(attention_mask.shape)}; it must be [B, T] = {[batch, tokens]}, "
+                f"or {[batch, total]} with the tokens in the cache"
+            )
+        mask = attention_mask[:, attention_mask.shape[1] - tokens :] != 0
+        if not torch.compiler.is_compiling() and mask.device.type == "cpu" and bool(mask.all()):
+            return None
+        return mask
+
+    def _document_bounds(
+        self,
+        embeds: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        past: FastWeightCache | None,
+        cu_seq_lens_q: Tensor | None,
+        seq_idx: Tensor | None,
+    ) -> Tensor | None:
+        """int64 `[S + 1]`, or None when the batch is not packed."""
+        if cu_seq_lens_q is not None:
+            return cu_seq_lens_q.to(torch.int64)
+        numbers = seq_idx
+        if numbers is None and position_ids is not None and attention_mask is None and embeds.shape[0] == 1:
+            if (past is None or past.get_seq_length() == 0) and position_ids.ndim == 2:
+                numbers = (position_ids == 0).cumsum(-1)
+        if numbers is None:
+            return None
+        if numbers.shape != embeds.shape[:2] or embeds.shape[0] != 1:
+            raise ValueError(f"seq_idx has shape {list(numbers.shape)}; packed input must have shape [1, T]")
+        borders = torch.nonzero(numbers[0, 1:] != numbers[0, :-1]).flatten() + 1
+        if seq_idx is None and borders.numel() == 0:
+            return None
+        ends = borders.new_tensor([embeds.shape[1]])
+        return torch.cat([borders.new_zeros(1), borders, ends])
+
+
+class FwzooForCausalLM(FwzooPreTrainedModel, GenerationMixin):
+    """A language model over any backbone of the zoo: hidden states to logits, loss and generation."""
+
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: FwzooConfig) -> None:
+        super().__init__(config)
+        self.model = base_model_class(type(self))(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: FastWeightCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        cache: FastWeightCache | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Next-token logits, and the loss where labels are given.
+
+        Args:
+            labels: int64 `[B, T]`, the input ids themselves (they are shifted here); -100 is ignored.
+            logits_to_keep: compute logits of the last n positions only (0: all), or of an index tensor.
+            kwargs: `num_items_in_batch`, the number of labels to divide the summed loss by, and other keywords that
+                transformers' tools pass.
+            (the others): see `FwzooModel.forward`.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            cache=cache,
+            cu_seq_lens_q=cu_seq_lens_q,
+            seq_idx=seq_idx,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+            **kwargs,
+        )
+        hidden = outputs.last_hidden_state
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(hidden[:, keep, :])
+        loss = None
+        if labels is not None:
+            if labels.shape != hidden.shape[:2]:
+                raise ValueError(f"labels has shape {list(labels.shape)}; it must be [B, T] = {list(hidden.shape[:2])}")
+            loss = self.loss_function(
+                logits=logits,
+                labels=labels,
+                vocab_size=self.config.vocab_size,
+                num_items_in_batch=kwargs.get("num_items_in_batch"),
+            )
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            **{CACHE_KEY: getattr(outputs, CACHE_KEY)},
+        )
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Give `generate` our cache, unless the user gave one or wants none."""
+        given = model_kwargs.get(CACHE_KEY)
+        if given is not None:
+            self.model._resolve_cache(given, None)
+            given._is_user_defined = True
+        elif generation_config.use_cache is not False:
+            model_kwargs[CACHE_KEY] = FastWeightCache(self.config)
+            if getattr(generation_config, "is_assistant", False):
+                model_kwargs[CACHE_KEY].activate_past_recording()
+
+
+@lru_cache(maxsize=None)
+def architecture_classes(config_class: type[FwzooConfig]) -> tuple[type[FwzooModel], type[FwzooForCausalLM]]:
+    """The Model and ForCausalLM of a configuration class: thin subclasses, named after it, that the Auto classes need."""
+    name = config_class.__name__.removesuffix("Config")
+    about = (config_class.__doc__ or "").split("\n")[0]
+    made = []
+    for base, suffix in ((FwzooModel, "Model"), (FwzooForCausalLM, "ForCausalLM")):
+        body = {"config_class": config_class, "__doc__": about, "__module__": "fwzoo"}
+        made.append(type(f"{name}{suffix}", (base,), body))
+    return made[0], made[1]
+
+
+def base_model_class(causal_class: type[FwzooForCausalLM]) -> type[FwzooModel]:
+    """The Model class that belongs to a ForCausalLM class."""
+    if causal_class.config_class is FwzooConfig:
+        return FwzooModel
+    return architecture_classes(causal_class.config_class)[0]

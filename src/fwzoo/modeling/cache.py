@@ -1,0 +1,262 @@
+"""The cache that carries fast weights: named tensors a layer, and the number of tokens seen. It knows no architecture."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+CACHE_KEY = "cache" if "cache" in {f.name for f in dataclasses.fields(CausalLMOutputWithPast)} else "past_key_values"
+"""transformers' name for the cache: `cache` from 5.24, `past_key_values` before."""
+
+HISTORY = 64  # calls that a recording layer can rewind
+
+Replay = Callable[["FastWeightLayer", int], None]
+
+
+class LayerMemory:
+    """The part of a layer's cache that belongs to one module: a dict of batch-first tensors."""
+
+    def __init__(self, layer: FastWeightLayer, owner: str) -> None:
+        self._layer, self._prefix = layer, f"{owner}."
+
+    def read(self) -> dict[str, Tensor]:
+        """What the module wrote last, or an empty dict."""
+        size = len(self._prefix)
+        return {name[size:]: x for name, x in self._layer.tensors.items() if name.startswith(self._prefix)}
+
+    def write(self, **tensors: Tensor) -> None:
+        """Replace what the module holds."""
+        self._layer.tensors.update({f"{self._prefix}{name}": x for name, x in tensors.items()})
+
+
+@dataclasses.dataclass
+class _Call:
+    """One recorded call: how many tokens there were before it, the tensors then, and how to run its first n tokens."""
+
+    seen: int
+    tensors: dict[str, Tensor]
+    replay: Replay
+
+
+class FastWeightLayer(CacheLayerMixin):
+    """One layer of a `FastWeightCache`.
+
+    Attributes:
+        tensors: batch-first tensors by name.
+        seen: number of tokens, padding included, as transformers counts them.
+        record_past: whether calls are recorded so that `crop` can rewind them.
+    """
+
+    is_compileable = False
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[str, Tensor] = {}
+        self.seen = 0
+        self.record_past = False
+        self._calls: list[_Call] = []
+
+    def memory(self, owner: str) -> LayerMemory:
+        """The tensors that belong to the module `owner`."""
+        return LayerMemory(self, owner)
+
+    def begin(self, replay: Replay) -> None:
+        """Called by a block before its modules write. `replay(layer, n)` runs the first n tokens of the call on `layer`."""
+        if self.record_past:
+            self._calls = [*self._calls[1 - HISTORY :], _Call(self.seen, dict(self.tensors), replay)]
+
+    def end(self, tokens: int) -> None:
+        """Called once a call, after the modules wrote."""
+        self.seen += tokens
+        self.is_initialized = True
+
+    def activate_past_recording(self) -> None:
+        """Record calls from now on, so that `crop` works (assisted and prompt-lookup decoding)."""
+        self.record_past = True
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """Whether `crop` can rewind: only while calls are recorded."""
+        return self.record_past
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Rewind by `-tokens_to_remove` tokens (transformers passes a negative number; 0 does nothing)."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove is {tokens_to_remove}; it must be 0 or negative: -n removes n tokens")
+        if tokens_to_remove == 0:
+            return
+        if not self.record_past:
+            raise ValueError(
+                f"tokens_to_remove is {tokens_to_remove}, but fast weights can be rewound only while calls are recorded; "
+                "call cache.activate_past_recording() before the calls that may have to be undone"
+            )
+        target = self.seen + tokens_to_remove
+        calls = list(self._calls)
+        while calls and calls[-1].seen > target:
+            calls.pop()
+        if not calls:
+            recorded = self.seen - self._calls[0].seen if self._calls else 0
+            raise ValueError(f"tokens_to_remove is {tokens_to_remove}; only the last {recorded} tokens are recorded")
+        call = calls[-1]
+        rewound = FastWeightLayer()
+        rewound.tensors, rewound.seen = dict(call.tensors), call.seen
+        if target > call.seen:
+            with torch.no_grad():
+                call.replay(rewound, target - call.seen)
+        self.tensors, self.seen = rewound.tensors, target
+        self._calls = calls if target > call.seen else calls[:-1]
+
+    # --- sequences of the batch ---
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Replace every tensor by `function` of it; recorded calls are forgotten."""
+        self.tensors = {name: function(x) for name, x in self.tensors.items()}
+        self._calls = []
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes row `beam_idx[i]`."""
+        self.map(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices` (int64 positions or a bool mask)."""
+        self.map(lambda x: x[indices.to(x.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times."""
+        self.map(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def reset(self) -> None:
+        """Forget everything: as new."""
+        self.tensors, self.seen, self._calls, self.is_initialized = {}, 0, [], False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(x.numel() * x.element_size() for x in self.tensors.values())
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the tensors. Raises AttributeError before the first call."""
+        if not self.tensors:
+            raise AttributeError("batch_size is not known before the first call")
+        return next(iter(self.tensors.values())).shape[0]
+
+    # --- what transformers asks of a layer ---
+
+    def get_seq_length(self) -> int:
+        """Number of tokens seen."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the mask that covers the tokens seen and `query_length` new ones."""
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        """-1: no maximum."""
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to prepare: tensors appear with the first call."""
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        """Not how fast weights are stored. Raises TypeError."""
+        raise TypeError("update takes keys and values; a fwzoo layer holds named tensors, written through memory(owner)")
+
+    def offload(self) -> None:
+        """Move the tensors to the CPU."""
+        devices = {x.device for x in self.tensors.values()}
+        if devices and devices != {torch.device("cpu")}:
+            self._home = devices.pop()
+            self.map(lambda x: x.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """Bring offloaded tensors back."""
+        if (home := getattr(self, "_home", None)) is not None:
+            self.map(lambda x: x.to(home, non_blocking=True))
+
+
+class FastWeightCache(Cache):
+    """The memory of a batch of sequences: one `FastWeightLayer` a layer of the model.
+
+    Pass it to a model as `past_key_values` (or `cache`, from transformers 5.24) to continue where it stopped. Its size
+    does not grow with the number of tokens, unless a layer is softmax attention.
+
+    Args:
+        config: configuration of the model the cache is for.
+
+    Example:
+        >>> cache = FastWeightCache(model.config)
+        >>> model(first_tokens, past_key_values=cache, use_cache=True)
+        >>> safetensors.torch.save_file(cache.state_dict(), "memory.safetensors")
+    """
+
+    layers: list[FastWeightLayer]  # type: ignore[assignment]
+
+    def __init__(self, config: Any) -> None:
+        count = getattr(config, "num_hidden_layers", None)
+        if not isinstance(count, int):
+            raise TypeError(f"config is a {type(config).__name__}; it must be the configuration of a fwzoo model")
+        super().__init__(layers=[FastWeightLayer() for _ in range(count)])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors of all layers."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Flat dict of tensors that safetensors can save: `layers.{i}.{name}`, and `layers.{i}.seen`."""
+        state: dict[str, Tensor] = {}
+        for i, layer in enumerate(self.layers):
+            state[f"layers.{i}.seen"] = torch.tensor(layer.seen)
+            state.update({f"layers.{i}.{name}": x.detach().contiguous().clone() for name, x in layer.tensors.items()})
+        return state
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Replace the contents by what `state_dict()` returned.
+
+        Raises:
+            ValueError: the dict is for another number of layers, or holds a key that is not one of a cache.
+        """
+        layers: dict[int, dict[str, Tensor]] = {}
+        for key, value in state.items():
+            head, _, rest = key.partition(".")
+            index, _, name = rest.partition(".")
+            if head != "layers" or not index.isdigit() or not name:
+                raise ValueError(f"state holds the key {key!r}; every key must be layers.<index>.<name>")
+            layers.setdefault(int(index), {})[name] = value
+        if set(layers) != set(range(len(self.layers))) or any("seen" not in tensors for tensors in layers.values()):
+            raise ValueError(f"state holds layers {sorted(layers)}; this cache has layers 0 to {len(self.layers) - 1}")
+        for i, layer in enumerate(self.layers):
+            layer.reset()
+            layer.seen = int(layers[i].pop("seen"))
+            layer.tensors = {name: value.clone() for name, value in layers[i].items()}
+            layer.is_initialized = bool(layer.tensors)
+
+    def to(self, *args: Any, **kwargs: Any) -> FastWeightCache:
+        """Move every tensor, as `torch.Tensor.to` with a device; returns self."""
+        return self._map(lambda x: x.to(*args, **kwargs))
+
+    def detach_(self) -> FastWeightCache:
+        """Cut the graph behind every tensor, so that a later backward does not reach earlier calls; returns self."""
+        return self._map(Tensor.detach)
+
+    def detach(self) -> FastWeightCache:
+        """A new cache with the same tensors, cut from the graph."""
+        new = FastWeightCache.__new__(FastWeightCache)
+        Cache.__init__(new, layers=[FastWeightLayer() for _ in self.layers])
+        new.load_state_dict(self.state_dict())
+        return new
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> FastWeightCache:
+        for layer in self.layers:
+            layer.map(function)
+        return self
