@@ -45,15 +45,14 @@ class FwzooBlock(GradientCheckpointingLayer):
         layer_past: FastWeightLayer | None = None,
     ) -> Tensor:
         """hidden `[B, T, D]`; mask bool `[B, T]`; cu_seqlens int64 `[S + 1]`; layer_past: this layer's cache."""
-        mixing = feeding = None
+        inputs, mixing, feeding = hidden, None, None
         if layer_past is not None:
 
             def replay(layer: FastWeightLayer, tokens: int) -> None:
-                self.forward(hidden[:, :tokens], None if mask is None else mask[:, :tokens], cu_seqlens, layer)
+                self.forward(inputs[:, :tokens], None if mask is None else mask[:, :tokens], cu_seqlens, layer)
 
             layer_past.begin(replay)
             mixing, feeding = layer_past.memory("mixer"), layer_past.memory("feed_forward")
-        inputs = hidden
         hidden = inputs + self.mixer(self.mixer_norm(inputs), mixing, mask, cu_seqlens)
         hidden = hidden + self.feed_forward(self.feed_forward_norm(hidden), feeding, mask, cu_seqlens)
         if layer_past is not None:

@@ -88,6 +88,7 @@ class FastWeightLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Rewind by `-tokens_to_remove` tokens (transformers passes a negative number; 0 does nothing)."""
+        tokens_to_remove = int(tokens_to_remove)
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove is {tokens_to_remove}; it must be 0 or negative: -n removes n tokens")
         if tokens_to_remove == 0:
