@@ -25,8 +25,9 @@ $(OLDEST)/installed: pyproject.toml constraints.txt
 	$(OLDEST)/bin/python $(INSTALL) -c $(OLDEST)/constraints.txt -e '.[dev]'
 	touch $@
 
+# Threads that wait give their core away: spinning ones slow training many times when anything else runs.
 quickstart: setup
-	$(BIN)/fwzoo quickstart
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/fwzoo quickstart
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not gpu' $(PYTEST_OPTIONS)

@@ -9,10 +9,10 @@ START = 256
 
 
 class ByteModel:
-    """Counts of bytes, after nothing (``order=1``) or after the previous byte (``order=2``), with add-k smoothing.
+    """Counts of bytes, after nothing (`order=1`) or after the previous byte (`order=2`), with add-k smoothing.
 
     Args:
-        documents: the texts to count; each begins in the context ``START``.
+        documents: the texts to count; each begins in the context `START`.
         order: 1 for the unigram model, 2 for the bigram model.
         k: added to every count. The default, 0.01, is close to the best value for both orders on half a megabyte.
     """
@@ -36,7 +36,7 @@ class ByteModel:
         return contexts, text
 
     def bits_per_byte(self, documents: Iterable[str]) -> float:
-        """The mean number of bits that a byte of ``documents`` costs under the model."""
+        """The mean number of bits that a byte of `documents` costs under the model."""
         costs = [self._bits[self._contexts_and_bytes(document)] for document in documents]
         count = sum(map(len, costs))
         if count == 0:

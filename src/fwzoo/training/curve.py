@@ -10,11 +10,11 @@ from typing import Any
 def write_curve(
     folder: Path, log_history: Sequence[Mapping[str, Any]], unit: str, lines: Mapping[str, float] | None = None
 ) -> list[Path]:
-    """Write ``loss.json`` and, where matplotlib is installed, ``loss.png`` into ``folder``.
+    """Write `loss.json` and, where matplotlib is installed, `loss.png` into `folder`.
 
     Args:
-        log_history: the Trainer's records; training losses are in nats a token, evaluations carry ``eval_<unit>``.
-        unit: ``"bits_per_byte"`` or ``"nats_per_token"``, the unit of both curves.
+        log_history: the Trainer's records; training losses are in nats a token, evaluations carry `eval_<unit>`.
+        unit: `"bits_per_byte"` or `"nats_per_token"`, the unit of both curves.
         lines: values to draw as horizontal lines, by name.
 
     Returns:

@@ -1,6 +1,6 @@
 """Documents to packed rows: read, tokenize, concatenate, cut, shuffle; nothing larger than a piece is held in memory.
 
-A *document* is an iterable of text pieces that belong together. A *row* is ``sequence_length`` consecutive tokens of
+A *document* is an iterable of text pieces that belong together. A *row* is `sequence_length` consecutive tokens of
 the concatenated documents with the places where a document begins, so that a model keeps documents apart.
 """
 
@@ -31,7 +31,7 @@ Document = Iterable[str]
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Return the byte-level tokenizer for ``"bytes"``, else what AutoTokenizer loads; it must know an end of text.
+    """Return the byte-level tokenizer for `"bytes"`, else what AutoTokenizer loads; it must know an end of text.
 
     Raises:
         ValueError: nothing loads under that name, or the tokenizer has no end-of-text token.
@@ -51,9 +51,9 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
-    """The token ids of plain text, int64 ``[n]``, without special tokens at the ends.
+    """The token ids of plain text, int64 `[n]`, without special tokens at the ends.
 
-    Bytes are converted directly: fast, and a text that contains ``</s>`` is nothing but bytes.
+    Bytes are converted directly: fast, and a text that contains `</s>` is nothing but bytes.
     """
     if isinstance(tokenizer, ByT5Tokenizer):
         return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8).astype(np.int64) + BYTE_OFFSET
@@ -68,7 +68,7 @@ class SourceError(ValueError):
 
 
 class Source(Protocol):
-    """Where documents come from: any number of passes, each in the same order unless ``rng`` is given."""
+    """Where documents come from: any number of passes, each in the same order unless `rng` is given."""
 
     def documents(self, rng: np.random.Generator | None = None) -> Iterator[Document]: ...
 
@@ -86,11 +86,11 @@ class Texts:
 
 @dataclass(frozen=True)
 class Files:
-    """Text files, one document each, and JSON-lines files (``.jsonl``, ``.json``), one document a line; all may be
-    compressed (``.gz``). With ``rng`` the files are taken in random order; within a file the order stays.
+    """Text files, one document each, and JSON-lines files (`.jsonl`, `.json`), one document a line; all may be
+    compressed (`.gz`). With `rng` the files are taken in random order; within a file the order stays.
 
     Raises:
-        SourceError: a path is not a file, or (while reading) a JSON line has no text under ``column``.
+        SourceError: a path is not a file, or (while reading) a JSON line has no text under `column`.
     """
 
     paths: tuple[str, ...]
@@ -156,10 +156,10 @@ def _json_lines(path: str, column: str) -> Iterator[Document]:
 
 @dataclass(frozen=True)
 class HubDataset:
-    """A split of a dataset that the ``datasets`` library loads by name, streamed; one document a record.
+    """A split of a dataset that the `datasets` library loads by name, streamed; one document a record.
 
     Raises:
-        SourceError: the dataset does not load, or (while reading) a record has no text under ``column``.
+        SourceError: the dataset does not load, or (while reading) a record has no text under `column`.
     """
 
     name: str
@@ -188,9 +188,9 @@ class HubDataset:
 
 @dataclass(frozen=True)
 class Share:
-    """Every ``nth`` document of another source, or all the others: a held-out split that needs no list of documents.
+    """Every `nth` document of another source, or all the others: a held-out split that needs no list of documents.
 
-    It is decided in the order without ``rng``, so both parts must be read in that order; rows are shuffled later.
+    It is decided in the order without `rng`, so both parts must be read in that order; rows are shuffled later.
     """
 
     source: Source
@@ -207,7 +207,7 @@ class Share:
 
 
 class Row(NamedTuple):
-    """``ids`` int64 ``[T]`` and ``starts``, the increasing places where a document begins or goes on; 0 comes first."""
+    """`ids` int64 `[T]` and `starts`, the increasing places where a document begins or goes on; 0 comes first."""
 
     ids: np.ndarray
     starts: list[int]
@@ -216,7 +216,7 @@ class Row(NamedTuple):
 def pack(
     documents: Iterable[Document], encode_text: Callable[[str], np.ndarray], end_id: int, length: int
 ) -> Iterator[Row]:
-    """Concatenate documents, each followed by ``end_id``, and cut them into rows of ``length``; the last may be short.
+    """Concatenate documents, each followed by `end_id`, and cut them into rows of `length`; the last may be short.
 
     A document that goes on in the next row starts there anew, as a document does. Documents without text are left out.
     """
@@ -243,7 +243,7 @@ def pack(
 
 
 def _followed_by(arrays: Iterable[np.ndarray], last: np.ndarray) -> Iterator[np.ndarray]:
-    """``arrays`` and then ``last``, or nothing when there are no arrays."""
+    """`arrays` and then `last`, or nothing when there are no arrays."""
     some = False
     for array in arrays:
         some = True
@@ -256,7 +256,7 @@ class PackedRows(IterableDataset):
     """Packed rows of a source: one pass in order, or, with a seed, passes without end in random order.
 
     The order is a function of the source and the seed alone, so a run that skips the rows it has seen goes on
-    exactly where it stopped. Rows are shuffled in a buffer of ``SHUFFLE_ROWS``; a source with fewer is shuffled whole.
+    exactly where it stopped. Rows are shuffled in a buffer of `SHUFFLE_ROWS`; a source with fewer is shuffled whole.
     """
 
     SHUFFLE_ROWS = 1024
@@ -314,8 +314,8 @@ def collate(rows: list[Row]) -> dict[str, torch.Tensor]:
     """Join rows into one batch of size 1, told apart by their boundaries.
 
     Returns:
-        ``input_ids`` and ``labels`` int64 ``[1, T]`` with T the sum of the rows' lengths, and ``cu_seq_lens_q`` int64
-        ``[S + 1]``. Labels are not shifted (the model does that); a document's first token is no one's target.
+        `input_ids` and `labels` int64 `[1, T]` with T the sum of the rows' lengths, and `cu_seq_lens_q` int64
+        `[S + 1]`. Labels are not shifted (the model does that); a document's first token is no one's target.
     """
     ids = np.concatenate([row.ids for row in rows])
     offsets = np.cumsum([0] + [len(row.ids) for row in rows])

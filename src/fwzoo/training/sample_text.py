@@ -17,7 +17,7 @@ def pydoc_topics(held_out_share: float = 0.1) -> Split:
     """Split CPython's help topics into training and held-out documents.
 
     Topics are sorted by name, one of several topics with equal text is kept, and the last ones in that order that
-    begin within the final ``held_out_share`` of all characters are held out. Deterministic for a Python version.
+    begin within the final `held_out_share` of all characters are held out. Deterministic for a Python version.
     """
     from pydoc_data.topics import topics
 

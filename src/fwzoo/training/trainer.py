@@ -1,13 +1,10 @@
 """A run of transformers' Trainer on packed rows: exact evaluation, checkpoints, interruption and resumption."""
 
 import math
-import signal
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +26,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from .curve import write_curve
 from .data import BYTE_OFFSET, IGNORED_LABEL, PackedRows, SourceError, collate
+from .interrupt import DeferredInterrupt
 
 
 @dataclass(frozen=True)
@@ -39,8 +37,8 @@ class Schedule:
         steps: optimiser steps.
         minutes: stop after this wall-clock time even if steps are left; the learning rate then falls with the time. A
             run that the time ends is not reproducible.
-        batch_size: rows a forward pass; ``gradient_accumulation`` passes make a step.
-        lr: peak learning rate, reached after ``warmup`` steps, then along a cosine to a tenth of it.
+        batch_size: rows a forward pass; `gradient_accumulation` passes make a step.
+        lr: peak learning rate, reached after `warmup` steps, then along a cosine to a tenth of it.
         eval_every, save_every: in steps; 0 is never (a finished or interrupted run saves anyway).
     """
 
@@ -71,12 +69,12 @@ class Outcome:
 
 
 def loss_unit(tokenizer: PreTrainedTokenizerBase) -> str:
-    """``"bits_per_byte"`` for bytes and ``"nats_per_token"`` otherwise: the unit in which losses are shown."""
+    """`"bits_per_byte"` for bytes and `"nats_per_token"` otherwise: the unit in which losses are shown."""
     return "bits_per_byte" if isinstance(tokenizer, ByT5Tokenizer) else "nats_per_token"
 
 
 class Evaluation(NamedTuple):
-    """The metrics of the weights after ``step`` steps."""
+    """The metrics of the weights after `step` steps."""
 
     step: int
     metrics: dict[str, float]
@@ -96,8 +94,8 @@ class PackedTrainer(Trainer):
         """The mean cost of the held-out rows, logged and returned.
 
         Returns:
-            ``eval_loss`` (nats a target token), and ``eval_bits_per_byte`` (all targets, ends of documents included,
-            divided by the bytes among them) or ``eval_nats_per_token`` and ``eval_perplexity``.
+            `eval_loss` (nats a target token), and `eval_bits_per_byte` (all targets, ends of documents included,
+            divided by the bytes among them) or `eval_nats_per_token` and `eval_perplexity`.
         """
         model = self.model
         training = model.training
@@ -127,42 +125,19 @@ class PackedTrainer(Trainer):
 
 
 class SaveOnInterrupt(TrainerCallback):
-    """Turns the first interrupt (Ctrl-C, or a termination signal) into a checkpoint at the end of the running step.
+    """Ends an interrupted run with a checkpoint after the step that was running."""
 
-    A second one interrupts at once. ``interrupted`` says afterwards whether it happened.
-    """
-
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-    def __init__(self, console: Console):
-        self.console = console
-        self.interrupted = False
-        self._previous: dict[signal.Signals, Any] = {}
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.interrupted:
-            raise KeyboardInterrupt
-        self.interrupted = True
-        self.console.print("interrupted: finishing this step and saving; interrupt again to stop at once")
-
-    def install(self) -> None:
-        """Take over the signals, where that is possible: in the main thread."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        self._previous = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
-
-    def restore(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+    def __init__(self, interrupt: DeferredInterrupt):
+        self.interrupt = interrupt
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if self.interrupted:
+        if self.interrupt.requested:
             control.should_save = True
             control.should_training_stop = True
 
 
 class TimeLimit(TrainerCallback):
-    """Ends a run after ``minutes`` and says how much of its time is gone."""
+    """Ends a run after `minutes` and says how much of its time is gone."""
 
     def __init__(self, minutes: float):
         self.seconds = 60 * minutes
@@ -263,11 +238,11 @@ def train(
     console: Console | None = None,
     lines: Mapping[str, float] | None = None,
 ) -> Outcome:
-    """Train, evaluate, and write the model, the tokenizer, checkpoints and the loss curve into ``out``.
+    """Train, evaluate, and write the model, the tokenizer, checkpoints and the loss curve into `out`.
 
     Args:
         rows: endless, i.e. made with a seed.
-        resume: go on from the newest checkpoint in ``out``, at the row where it stopped.
+        resume: go on from the newest checkpoint in `out`, at the row where it stopped.
         lines: values to draw into the loss curve, in its unit.
 
     Raises:
@@ -280,7 +255,9 @@ def train(
     unit = loss_unit(tokenizer)
     console = console or Console()
     limit = None if schedule.minutes is None else TimeLimit(schedule.minutes)
-    interrupt = SaveOnInterrupt(console)
+    interrupt = DeferredInterrupt(
+        lambda: console.print("interrupted: finishing this step and saving; interrupt again to stop at once")
+    )
     try:
         arguments = TrainingArguments(
             output_dir=str(out),
@@ -291,6 +268,7 @@ def train(
             max_grad_norm=1.0,
             seed=schedule.seed,
             bf16=schedule.bf16,
+            use_cpu=not torch.cuda.is_available(),
             eval_strategy="steps" if schedule.eval_every and eval_rows is not None else "no",
             eval_steps=schedule.eval_every or None,
             save_strategy="steps" if schedule.save_every else "no",
@@ -315,22 +293,21 @@ def train(
         eval_dataset=eval_rows,
         processing_class=tokenizer,
         optimizers=_optimizer(model, schedule, limit),
-        callbacks=[RichProgress(console, unit), interrupt] + ([limit] if limit else []),
+        callbacks=[RichProgress(console, unit), SaveOnInterrupt(interrupt)] + ([limit] if limit else []),
     )
     trainer.remove_callback(PrinterCallback)
     if schedule.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # The name is new in transformers 5.24; the older one warns there.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         setattr(model.config, name, getattr(tokenizer, name))
     began = time.monotonic()
-    interrupt.install()
-    try:
+    with interrupt:
         trainer.train(resume_from_checkpoint=checkpoint if resume else None)
-    finally:
-        interrupt.restore()
     seconds = time.monotonic() - began
     step = trainer.state.global_step
-    if eval_rows is not None and not interrupt.interrupted and trainer.evaluated.step != step:
+    if eval_rows is not None and not interrupt.requested and trainer.evaluated.step != step:
         trainer.evaluate()
     trainer.save_model()
     write_curve(out, trainer.state.log_history, unit, lines)
@@ -338,7 +315,7 @@ def train(
     return Outcome(
         metrics=trainer.evaluated.metrics,
         step=step,
-        interrupted=interrupt.interrupted,
+        interrupted=interrupt.requested,
         checkpoint=Path(newest) if newest else None,
         seconds=seconds,
     )

@@ -1,0 +1,171 @@
+"""The command `fwzoo`: its options, and how a complaint about them looks. What it does is in `fwzoo.commands`."""
+
+import math
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from fwzoo._version import __version__
+
+app = typer.Typer(
+    name="fwzoo",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+# The base of every complaint about the command line: click's, from wherever this version of typer takes it.
+_UsageError: Any = typer.BadParameter.__mro__[1]
+
+
+def main() -> NoReturn:
+    """Run the command line. Bad input ends with one sentence on standard error and exit code 2."""
+    try:
+        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+    except _UsageError as error:
+        print(f"fwzoo: {error.format_message()}", file=sys.stderr)
+        sys.exit(2)
+    except (typer.Abort, KeyboardInterrupt):
+        print("fwzoo: interrupted", file=sys.stderr)
+        sys.exit(130)
+    sys.exit(code)
+
+
+def _number(help: str, kind: type, low: float = -math.inf, high: float = math.inf, above: float = -math.inf) -> Any:
+    """A number option, int or float, from `low` to `high` and greater than `above`."""
+    limits = [f"{low} or more"] * (low > -math.inf) + [f"more than {above}"] * (above > -math.inf)
+    limits += [f"at most {high}"] * (high < math.inf)
+    allowed = f"{'a whole number' if kind is int else 'a number'}, {' and '.join(limits)}"
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and low <= value <= high and value > above):
+            raise typer.BadParameter(f"{str(text)!r} is not allowed; allowed is {allowed}.")
+        return value
+
+    return typer.Option(help=help, parser=parse, metavar=kind.__name__.upper())
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fwzoo {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _every_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Train, run and inspect fast-weight language models."""
+
+
+@app.command()
+def quickstart(
+    out: Annotated[Path, typer.Option(help="Folder for the model, its card and the loss plot.")] = Path(
+        "fwzoo-quickstart"
+    ),
+    steps: Annotated[int, _number("Training steps at most.", int, 1)] = 900,
+    minutes: Annotated[float, _number("Training minutes at most.", float, 0.01, 60)] = 2.5,
+    seed: Annotated[int, _number("Seed of the weights and of the order of the text.", int, 0)] = 0,
+) -> None:
+    """Train a small Falcon-3A on text that ships with Python, compare, save, load and generate: a few minutes."""
+    from fwzoo.commands.quickstart import run
+
+    run(out, steps, minutes, seed)
+
+
+@app.command()
+def train(
+    context: typer.Context,
+    out: Annotated[Path, typer.Option(help="Folder for checkpoints, the model and the loss curve.")],
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(help="Text files (a document each) and JSON-lines files (.jsonl, .json), also with .gz."),
+    ] = None,
+    dataset: Annotated[str | None, typer.Option(help="A dataset of the Hugging Face Hub, instead of files.")] = None,
+    dataset_split: Annotated[str, typer.Option(help="The split of --dataset.")] = "train",
+    text_column: Annotated[str, typer.Option(help="The field of a record that holds the text.")] = "text",
+    arch: Annotated[str | None, typer.Option(help="An architecture, see `fwzoo archs` (default: falcon3a).")] = None,
+    config: Annotated[str | None, typer.Option(help="A JSON config file, instead of --arch.")] = None,
+    hidden_size: Annotated[int | None, _number("Width of the model.", int, 1)] = None,
+    layers: Annotated[int | None, _number("Number of layers.", int, 1)] = None,
+    heads: Annotated[int | None, _number("Heads a layer; they divide the width.", int, 1)] = None,
+    tokenizer: Annotated[str, typer.Option(help="`bytes`, or a folder or Hub name of a tokenizer.")] = "bytes",
+    steps: Annotated[int | None, _number("Optimiser steps (default: 1000).", int, 1)] = None,
+    epochs: Annotated[float | None, _number("Passes over the text, instead of --steps.", float, above=0)] = None,
+    sequence_length: Annotated[int, _number("Tokens a row.", int, 2)] = 512,
+    batch_size: Annotated[int, _number("Rows a forward pass.", int, 1)] = 8,
+    gradient_accumulation: Annotated[int, _number("Forward passes a step.", int, 1)] = 1,
+    lr: Annotated[float, _number("Peak learning rate.", float, above=0)] = 1e-3,
+    warmup: Annotated[int | None, _number("Steps up to the peak (default: a tenth, 2000 at most).", int, 0)] = None,
+    weight_decay: Annotated[float, _number("AdamW's weight decay, of matrices.", float, 0)] = 0.1,
+    seed: Annotated[int, _number("Seed of the weights and of the order of the text.", int, 0)] = 0,
+    eval_text: Annotated[list[str] | None, typer.Option(help="A held-out file; may be given again.")] = None,
+    eval_fraction: Annotated[float, _number("Hold out this share of the documents, instead.", float, 0, 0.5)] = 0.0,
+    eval_every: Annotated[
+        int | None, _number("Steps between evaluations (default: a tenth of the run).", int, 0)
+    ] = None,
+    save_every: Annotated[
+        int | None, _number("Steps between checkpoints (default: a tenth of the run).", int, 0)
+    ] = None,
+    bf16: Annotated[bool, typer.Option("--bf16", help="Compute in bfloat16; the weights stay float32.")] = False,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Recompute layers in the backward pass to save memory.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in --out; its options need not be repeated.")
+    ] = False,
+) -> None:
+    """Train an architecture on text. Ctrl-C saves a checkpoint from which --resume goes on exactly."""
+    from fwzoo.commands.train import run
+
+    run(context)
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="A folder that training wrote, or a Hub name.")],
+    prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="A file with the text to continue.")] = None,
+    max_new_tokens: Annotated[int, _number("Tokens to generate at most (a turn).", int, 1)] = 200,
+    temperature: Annotated[float | None, _number("Sampling temperature (default: 0.8).", float, above=0)] = None,
+    top_p: Annotated[float | None, _number("Nucleus sampling share (default: 0.95).", float, above=0, high=1)] = None,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Take the likeliest token instead of sampling.")] = False,
+    seed: Annotated[int | None, _number("Seed of the sampling.", int, 0)] = None,
+    save_memory: Annotated[
+        Path | None, typer.Option(help="Write the memory (and the text's tokens) to this safetensors file.")
+    ] = None,
+    load_memory: Annotated[Path | None, typer.Option(help="Go on from a file that --save-memory wrote.")] = None,
+) -> None:
+    """Continue a prompt; without one, piped text, or line by line at a terminal."""
+    from fwzoo.commands.generate import run
+
+    run(model, prompt, prompt_file, max_new_tokens, temperature, top_p, greedy, seed, save_memory, load_memory)
+
+
+@app.command()
+def info(
+    model_or_arch: Annotated[str, typer.Argument(help="A model folder, a Hub name or a registered architecture.")],
+) -> None:
+    """Show layers, parameters, bytes of memory a layer, and which kernels will run and why."""
+    from fwzoo.commands.info import info
+
+    info(model_or_arch)
+
+
+@app.command()
+def archs() -> None:
+    """List the registered architectures."""
+    from fwzoo.commands.info import archs
+
+    archs()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""`fwzoo quickstart`: the whole way from text to a model that generates, in a few minutes on a CPU."""
+
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
+
+from fwzoo.training.baselines import ByteModel
+from fwzoo.training.data import PackedRows, Texts, encode, load_tokenizer
+from fwzoo.training.sample_text import pydoc_topics
+from fwzoo.training.trainer import Outcome, Schedule, train
+
+from .common import empty_folder, quiet_transformers, versions
+
+ARCHITECTURE = "falcon3a"
+SIZES = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 384}
+SEQUENCE_LENGTH = 256
+PROMPT = "The following methods "
+NEW_TOKENS = 120
+
+
+def run(out: Path, steps: int, minutes: float, seed: int) -> None:
+    """Train, compare with the baselines, save, load, generate and describe; exit code 1 if a promise is not kept."""
+    quiet_transformers()
+    console = Console()
+    if not (out / "loss.json").exists():  # what an earlier quickstart wrote is replaced
+        empty_folder("--out", out, "give another folder.")
+
+    text = pydoc_topics()
+    baselines = {
+        name: ByteModel(text.train, order).bits_per_byte(text.held_out)
+        for name, order in (("byte unigram", 1), ("byte bigram", 2))
+    }
+    tokenizer = load_tokenizer("bytes")
+    set_seed(seed)
+    config = AutoConfig.for_model(
+        ARCHITECTURE, **SIZES, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    console.print(
+        f"{ARCHITECTURE}, {model.num_parameters():,} parameters, on {sum(map(len, text.train)):,} characters of "
+        f"CPython's help topics; at most {steps} steps or {minutes:g} minutes",
+        soft_wrap=True,
+    )
+    outcome = train(
+        model,
+        tokenizer,
+        PackedRows(Texts(text.train), tokenizer, SEQUENCE_LENGTH, seed=seed),
+        out,
+        Schedule(
+            steps=steps,
+            minutes=minutes,
+            batch_size=4,
+            lr=4e-3,
+            warmup=min(20, steps // 10),
+            seed=seed,
+            eval_every=max(1, steps // 4),
+            log_every=max(1, min(10, steps // 10)),
+        ),
+        PackedRows(Texts(text.held_out), tokenizer, SEQUENCE_LENGTH),
+        console=console,
+        lines=baselines,
+    )
+    if outcome.interrupted:
+        console.print("stopped before the end; nothing to compare")
+        raise typer.Exit(130)
+
+    bits = outcome.metrics["eval_bits_per_byte"]
+    results = Table("held-out text", "bits per byte", title="lower is better")
+    for name, value in {**baselines, ARCHITECTURE: bits}.items():
+        results.add_row(name, f"{value:.3f}")
+    console.print(results)
+
+    loaded = AutoModelForCausalLM.from_pretrained(out).eval()
+    reloaded_tokenizer = AutoTokenizer.from_pretrained(out)
+    prompt = torch.from_numpy(encode(reloaded_tokenizer, PROMPT))[None]
+    cached, uncached = (_greedy(loaded, prompt, use_cache) for use_cache in (True, False))
+    console.print("greedy continuation of the saved and loaded model, with its fast-weight cache:")
+    console.print(reloaded_tokenizer.decode(cached, skip_special_tokens=True), markup=False, highlight=False)
+    same = torch.equal(cached, uncached)
+    console.print(f"the same without the cache: {'yes' if same else 'NO'}")
+
+    (out / "README.md").write_text(_card(model.num_parameters(), baselines, outcome, bits), encoding="utf-8")
+    console.print(f"wrote {out}: model, tokenizer, README.md (model card), loss.json, loss.png", soft_wrap=True)
+    console.print(
+        "try next:\n"
+        f"  fwzoo generate {out}              type lines, the model goes on\n"
+        f"  fwzoo info {out}                  layers, parameters, bytes of memory\n"
+        "  fwzoo train FILE.txt --out DIR    your own text; `fwzoo train --help`\n"
+        "  fwzoo archs                       what else there is",
+        soft_wrap=True,
+        highlight=False,
+    )
+    if bits >= baselines["byte bigram"]:
+        console.print("the model does not beat the bigram baseline: train longer (--minutes, --steps)")
+        raise typer.Exit(1)
+    if not same:
+        raise typer.Exit(1)
+
+
+def _greedy(model: Any, prompt: torch.Tensor, use_cache: bool) -> torch.Tensor:
+    return model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        use_cache=use_cache,
+    )[0]
+
+
+def _card(parameters: int, baselines: dict[str, float], outcome: Outcome, bits: float) -> str:
+    rows = "\n".join(
+        f"| {name} | {value:.3f} |" for name, value in {**baselines, f"{ARCHITECTURE} (this model)": bits}.items()
+    )
+    return dedent(
+        """\
+        ---
+        library_name: transformers
+        pipeline_tag: text-generation
+        license: apache-2.0
+        language: en
+        tags: [fwzoo, {architecture}]
+        ---
+
+        # A small byte-level {architecture}
+
+        {parameters:,} parameters, trained by `fwzoo quickstart` for {step} steps ({seconds:.0f} s) on the help topics
+        that ship with CPython. It shows that the library works; it is too small and trained too briefly to be useful.
+
+        | held-out topics | bits per byte |
+        |---|---|
+        {rows}
+
+        The baselines are fitted on the same training text. The held-out text is whole topics the model has not seen.
+
+        ``python
+        import fwzoo  # registers the architecture
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        model = AutoModelForCausalLM.from_pretrained("FOLDER")
+        tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+        ``
+
+        Made with {versions}.
+        """
+    ).format(
+        architecture=ARCHITECTURE,
+        parameters=parameters,
+        step=outcome.step,
+        seconds=outcome.seconds,
+        rows=rows,
+        versions=versions(),
+    )
