@@ -100,7 +100,7 @@ def chunk_size(options: Options, tokens: int) -> int:
         size = 16
     else:
         size = 64
-    while size > 16 and size // 2 >= tokens:
+    while size > 16 and size * 2 > tokens:
         size //= 2
     while size < options.window:
         size *= 2
@@ -369,9 +369,9 @@ class _ColumnSolve(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gram: Tensor, until: Tensor, upto: Tensor, eta: Tensor, sides: Tensor, decay: Tensor, inverse: Tensor
+        ctx: Any, gram: Tensor, log_decay: Tensor, eta: Tensor, sides: Tensor, decay: Tensor, inverse: Tensor
     ) -> Tensor:
-        """gram `[R, C, C]`; until (u_{i-1}), upto (u_j), eta, sides `[R, C, V]`; decay, inverse `[R, C, C, V]`."""
+        """gram `[R, C, C]`; log_decay, eta, sides `[R, C, V]`; decay (of i by j), inverse `[R, C, C, V]`."""
         b = (inverse * sides[:, None]).sum(2)
         ctx.save_for_backward(gram, eta, decay, inverse, b)
         return b
@@ -381,12 +381,15 @@ class _ColumnSolve(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         gram, eta, decay, inverse, b = ctx.saved_tensors
         d_sides = (inverse * grads[0][:, :, None]).sum(1)
-        d_product = decay * d_sides[:, :, None] * b[:, None]  # minus the gradient of eta_i G_ij
+        d_product = decay * d_sides[:, :, None] * -b[:, None]  # gradient of eta_i G_ij
         weighted = d_product * gram[..., None]
-        d_eta = -weighted.sum(2)
-        d_gram = -(d_product * eta[:, :, None]).sum(3)
-        d_upto = (weighted * eta[:, :, None]).sum(1)
-        return d_gram, eta * d_eta, d_upto, d_eta, d_sides, None, None
+        d_eta = weighted.sum(2)
+        d_gram = (d_product * eta[:, :, None]).sum(3)
+        # log-decay s lies between every j < s < i: add exactly those pairs, so that nothing has to cancel
+        earlier = (weighted * eta[:, :, None]).cumsum(2)[:, :, :-1]
+        later = torch.ones(gram.shape[1:], dtype=torch.bool, device=gram.device).tril(-1)[:, 1:, None]
+        d_log_decay = F.pad(torch.where(later, earlier, 0).sum(1), (0, 0, 1, 0))
+        return d_gram, d_log_decay, d_eta, d_sides, None, None
 
 
 def _column_inverses(system: Tensor) -> Tensor:
@@ -430,13 +433,13 @@ def regression_columns_form(
     written = []
 
     def update(S: Tensor, kept: Tensor, x: Tensor, target: Tensor, gain: Tensor, to_end: Tensor, *solve: Tensor) -> Tensor:
-        gram, until, upto, eta, decay, inverse = solve
+        gram, log_decay, eta, decay, inverse = solve
         sides = torch.addcmul(target, gain, x @ S, value=-1)
-        b = _ColumnSolve.apply(gram, until, upto, eta, sides, decay, inverse)
+        b = _ColumnSolve.apply(gram, log_decay, eta, sides, decay, inverse)
         written.append(b)
         return torch.baddbmm(kept * S, x.transpose(1, 2), b * to_end)
 
-    solve = (gram, until, upto, strength, decay, inverse)
+    solve = (gram, log_decay, strength, decay, inverse)
     before, S = scan_steps(update, S, (kept, x, target, gain, to_end, *solve), steps, heads)
     o = _ColumnAttention.apply(q @ x.transpose(1, 2), log_decay, torch.cat(written), read_after_write)
     from_start = (until + log_decay if read_after_write else until).exp()
