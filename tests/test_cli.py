@@ -11,7 +11,8 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 import fwzoo
 from fwzoo import cli
@@ -152,6 +153,37 @@ def test_train_by_epochs_with_a_config_file(fwzoo_command, tmp_path, text_file):
     assert json.loads((out / "loss.json").read_text())["eval"][-1][0] == round(2 * rows / 2)
 
 
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory):
+    """A byte-pair tokenizer trained on a sentence, with an end of text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<end>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator([TEXT], trainer)
+    folder = tmp_path_factory.mktemp("tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>").save_pretrained(folder)
+    return folder
+
+
+def test_train_with_a_tokenizer_on_a_dataset(fwzoo_command, tmp_path, tokenizer_folder):
+    """A dataset folder stands for a name on the Hub; losses are in nats a token, and the tokenizer is saved along."""
+    data, out = tmp_path / "data", tmp_path / "run"
+    data.mkdir()
+    (data / "train.jsonl").write_text("".join(json.dumps({"body": TEXT[i:]}) + "\n" for i in range(30)))
+    code, said, err = fwzoo_command(
+        "train", "--dataset", data, "--text-column", "body", "--tokenizer", tokenizer_folder, "--out", out,
+        "--eval-fraction", "0.1", "--eval-rows", "3", "--steps", "2", *TINY,
+    )  # fmt: skip
+    assert code == 0, err
+    assert re.search(r"held-out [\d.]+ nats per token, perplexity [\d.]+", said)
+    assert json.loads((out / "loss.json").read_text())["unit"] == "nats_per_token"
+    assert len(AutoTokenizer.from_pretrained(out)) == len(AutoTokenizer.from_pretrained(tokenizer_folder))
+    code, said, err = fwzoo_command("generate", out, "--prompt", "The quick", "--greedy", "--max-new-tokens", 3)
+    assert code == 0, err
+
+
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, text_file):
     out = tmp_path / "run"
     running = subprocess.Popen(
@@ -180,7 +212,7 @@ def test_quickstart_runs_to_the_end(fwzoo_command, tmp_path):
     code, said, err = fwzoo_command("quickstart", "--out", out, "--steps", 3, "--minutes", 0.5)
     assert code == 1, err
     assert "does not beat the bigram baseline" in said
-    assert "the same without the cache: yes" in said
+    assert "the greedy text is the same without the cache: yes" in said
     for name in ("README.md", "loss.json", "loss.png", "model.safetensors"):
         assert (out / name).exists()
     assert (
@@ -264,6 +296,7 @@ BAD_INPUT = {
     "missing out": ("train text.txt", "'--out'"),
     "missing text": ("train --out new", "SOURCES.*text files or --dataset"),
     "text and dataset": ("train text.txt --dataset squad --out new", "SOURCES"),
+    "dataset does not exist": ("train --dataset ./none --out new", "--dataset: .*'./none'.*does not load"),
     "text does not exist": ("train nowhere.txt --out new", r"nowhere\.txt.* does not exist"),
     "text is a folder": ("train . --out new", "is a folder"),
     "text is empty": ("train empty.txt --out new --steps 1 {tiny}", "no text to train on"),

@@ -213,7 +213,7 @@ SCHEDULE = Schedule(steps=8, batch_size=2, lr=3e-3, warmup=2, eval_every=4, save
 
 def run(out: Path, resume=False, **changes):
     rows = PackedRows(Texts(TEXTS[:20]), TOKENIZER, 64, seed=0)
-    held_out = PackedRows(Texts(TEXTS[20:]), TOKENIZER, 64)
+    held_out = packed(TEXTS[20:], 64)
     return train(tiny_model(), TOKENIZER, rows, out, replace(SCHEDULE, **changes), held_out, resume=resume)
 
 
@@ -306,8 +306,7 @@ def test_loss_does_not_depend_on_accumulation(tmp_path):
 def test_evaluation_weighs_every_token_equally(tmp_path):
     """Whatever the batch size, the held-out cost is the sum over all targets divided by their number."""
     model = tiny_model().eval()
-    held_out = PackedRows(Texts(TEXTS[:7]), TOKENIZER, 48)
-    rows = list(held_out)
+    rows = packed(TEXTS[:7], 48)
     with torch.no_grad():
         nats = sum(model(**collate([row]), use_cache=False, num_items_in_batch=1).loss.item() for row in rows)
     labels = torch.cat([collate([row])["labels"] for row in rows], dim=1)
@@ -319,7 +318,7 @@ def test_evaluation_weighs_every_token_equally(tmp_path):
             PackedRows(Texts(TEXTS), TOKENIZER, 32, seed=0),
             tmp_path / str(batch_size),
             Schedule(steps=1, batch_size=batch_size, lr=1e-12, warmup=0),
-            held_out,
+            rows,
         )
         assert outcome.metrics["eval_bits_per_byte"] == pytest.approx(expected, rel=1e-5)
 

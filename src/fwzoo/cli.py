@@ -108,6 +108,7 @@ def train(
     seed: Annotated[int, _number("Seed of the weights and of the order of the text.", int, 0)] = 0,
     eval_text: Annotated[list[str] | None, typer.Option(help="A held-out file; may be given again.")] = None,
     eval_fraction: Annotated[float, _number("Hold out this share of the documents, instead.", float, 0, 0.5)] = 0.0,
+    eval_rows: Annotated[int, _number("Rows of held-out text at most.", int, 1)] = 1000,
     eval_every: Annotated[
         int | None, _number("Steps between evaluations (default: a tenth of the run).", int, 0)
     ] = None,

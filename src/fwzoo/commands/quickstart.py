@@ -62,7 +62,7 @@ def run(out: Path, steps: int, minutes: float, seed: int) -> None:
             eval_every=max(1, steps // 4),
             log_every=max(1, min(10, steps // 10)),
         ),
-        PackedRows(Texts(text.held_out), tokenizer, SEQUENCE_LENGTH),
+        list(PackedRows(Texts(text.held_out), tokenizer, SEQUENCE_LENGTH)),
         console=console,
         lines=baselines,
     )
@@ -80,10 +80,14 @@ def run(out: Path, steps: int, minutes: float, seed: int) -> None:
     reloaded_tokenizer = AutoTokenizer.from_pretrained(out)
     prompt = torch.from_numpy(encode(reloaded_tokenizer, PROMPT))[None]
     cached, uncached = (_greedy(loaded, prompt, use_cache) for use_cache in (True, False))
-    console.print("greedy continuation of the saved and loaded model, with its fast-weight cache:")
-    console.print(reloaded_tokenizer.decode(cached, skip_special_tokens=True), markup=False, highlight=False)
+    sampled = loaded.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=2 * NEW_TOKENS, do_sample=True, temperature=0.7
+    )[0]
+    for title, tokens in (("greedy, with the fast-weight cache", cached), ("sampled at temperature 0.7", sampled)):
+        console.print(f"[bold]the saved and loaded model goes on, {title}:[/bold]")
+        console.print(reloaded_tokenizer.decode(tokens, skip_special_tokens=True), markup=False, highlight=False)
     same = torch.equal(cached, uncached)
-    console.print(f"the same without the cache: {'yes' if same else 'NO'}")
+    console.print(f"the greedy text is the same without the cache: {'yes' if same else 'NO'}")
 
     (out / "README.md").write_text(_card(model.num_parameters(), baselines, outcome, bits), encoding="utf-8")
     console.print(f"wrote {out}: model, tokenizer, README.md (model card), loss.json, loss.png", soft_wrap=True)
@@ -138,13 +142,13 @@ def _card(parameters: int, baselines: dict[str, float], outcome: Outcome, bits: 
 
         The baselines are fitted on the same training text. The held-out text is whole topics the model has not seen.
 
-        ``python
+        ```python
         import fwzoo  # registers the architecture
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         model = AutoModelForCausalLM.from_pretrained("FOLDER")
         tokenizer = AutoTokenizer.from_pretrained("FOLDER")
-        ``
+        ```
 
         Made with {versions}.
         """

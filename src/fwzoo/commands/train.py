@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import typer
 from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase, set_seed
 
-from fwzoo.training.data import Files, HubDataset, PackedRows, Share, Source, SourceError, load_tokenizer
+from fwzoo.training.data import Files, HubDataset, PackedRows, Row, Share, Source, SourceError, load_tokenizer
 from fwzoo.training.trainer import Schedule, train
 
 from .common import bad, blamed_on, empty_folder, known_architecture, make_config, quiet_transformers, read_config
@@ -45,6 +46,7 @@ class TrainOptions:
     seed: int
     eval_text: list[str]
     eval_fraction: float
+    eval_rows: int
     eval_every: int | None
     save_every: int | None
     bf16: bool
@@ -74,10 +76,12 @@ def run(context: typer.Context) -> None:
     config = _config(options, tokenizer)
     source, held_out = _sources(options)
     rows = PackedRows(source, tokenizer, options.sequence_length, seed=options.seed)
-    eval_rows = None if held_out is None else PackedRows(held_out, tokenizer, options.sequence_length)
     try:
         schedule = _schedule(options, rows)
-        if eval_rows is not None and eval_rows.count_rows() == 0:
+        eval_rows: list[Row] = []
+        if held_out is not None:
+            eval_rows = list(islice(PackedRows(held_out, tokenizer, options.sequence_length), options.eval_rows))
+        if held_out is not None and not eval_rows:
             raise bad("--eval-fraction or --eval-text", "no document is held out; give more documents or --eval-text.")
         set_seed(options.seed)
         with blamed_on("--config" if options.config else "--arch"):

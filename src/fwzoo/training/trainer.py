@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 from .curve import write_curve
-from .data import BYTE_OFFSET, IGNORED_LABEL, PackedRows, SourceError, collate
+from .data import BYTE_OFFSET, IGNORED_LABEL, PackedRows, Row, SourceError, collate
 from .interrupt import DeferredInterrupt
 
 
@@ -195,7 +195,9 @@ class RichProgress(TrainerCallback):
         if "loss" in logs:
             self.progress.update(self.task, loss=f"{logs['loss'] * self.scale:.3f} {self.label}")
         if f"eval_{self.unit}" in logs:
-            self.console.print(f"step {state.global_step}: held-out {logs[f'eval_{self.unit}']:.3f} {self.label}")
+            perplexity = f", perplexity {logs['eval_perplexity']:.2f}" if "eval_perplexity" in logs else ""
+            held_out = f"{logs[f'eval_{self.unit}']:.3f} {self.label}{perplexity}"
+            self.console.print(f"step {state.global_step}: held-out {held_out}")
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self.progress.stop()
@@ -233,7 +235,7 @@ def train(
     rows: PackedRows,
     out: Path,
     schedule: Schedule,
-    eval_rows: PackedRows | None = None,
+    eval_rows: Sequence[Row] = (),
     resume: bool = False,
     console: Console | None = None,
     lines: Mapping[str, float] | None = None,
@@ -242,6 +244,7 @@ def train(
 
     Args:
         rows: endless, i.e. made with a seed.
+        eval_rows: held-out rows; without any there is no evaluation.
         resume: go on from the newest checkpoint in `out`, at the row where it stopped.
         lines: values to draw into the loss curve, in its unit.
 
@@ -269,7 +272,7 @@ def train(
             seed=schedule.seed,
             bf16=schedule.bf16,
             use_cpu=not torch.cuda.is_available(),
-            eval_strategy="steps" if schedule.eval_every and eval_rows is not None else "no",
+            eval_strategy="steps" if schedule.eval_every and eval_rows else "no",
             eval_steps=schedule.eval_every or None,
             save_strategy="steps" if schedule.save_every else "no",
             save_steps=schedule.save_every or 1,
@@ -290,7 +293,7 @@ def train(
         args=arguments,
         data_collator=collate,
         train_dataset=rows,
-        eval_dataset=eval_rows,
+        eval_dataset=eval_rows or None,
         processing_class=tokenizer,
         optimizers=_optimizer(model, schedule, limit),
         callbacks=[RichProgress(console, unit), SaveOnInterrupt(interrupt)] + ([limit] if limit else []),
@@ -307,7 +310,7 @@ def train(
         trainer.train(resume_from_checkpoint=checkpoint if resume else None)
     seconds = time.monotonic() - began
     step = trainer.state.global_step
-    if eval_rows is not None and not interrupt.requested and trainer.evaluated.step != step:
+    if eval_rows and not interrupt.requested and trainer.evaluated.step != step:
         trainer.evaluate()
     trainer.save_model()
     write_curve(out, trainer.state.log_history, unit, lines)
