@@ -78,8 +78,8 @@ def feed_forward(name: str) -> type:
 
 
 def feed_forward_names() -> list[str]:
-    """Every known feed-forward name."""
-    return list(_FEED_FORWARDS)
+    """Every known feed-forward name; "none" leaves the slot empty."""
+    return [*_FEED_FORWARDS, "none"]
 
 
 def unknown(what: str, name: Any, known: Iterable[str]) -> str:

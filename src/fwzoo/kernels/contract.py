@@ -7,7 +7,6 @@ N sequences (B, or the number of documents when packed).
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -40,8 +39,8 @@ def debug(enabled: bool = True) -> Iterator[None]:
 
 
 def debugging() -> bool:
-    """Whether `debug()` is active here."""
-    return _debug.get()
+    """Whether `debug()` is active here (never while compiling)."""
+    return not torch.compiler.is_compiling() and _debug.get()
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,9 @@ class Op:
         """The implementation to run. Raises ValueError for a level that does not exist or cannot run."""
         if level == "auto":
             level, reason = self.choose(tokens)
-            _log_choice(self.name, level, reason)
+            if not torch.compiler.is_compiling() and (self.name, reason) not in _LOGGED:
+                _LOGGED.add((self.name, reason))
+                logger.info("%s: level %s, because %s", self.name, level, reason)
         else:
             one_of("level", level, ("auto", *LEVELS))
             if (why := self.unavailable(level)) is not None:
@@ -106,11 +107,7 @@ class Op:
         return Explanation(self.name, chosen, reason, others)
 
 
-@functools.cache
-def _log_choice(op: str, level: str, reason: str) -> None:
-    logger.info("%s: level %s, because %s", op, level, reason)
-
-
+_LOGGED: set[tuple[str, str]] = set()  # what was logged already: once per reason
 _OPS: dict[str, Op] = {}
 
 

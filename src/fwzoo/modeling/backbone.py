@@ -34,8 +34,10 @@ class FwzooBlock(GradientCheckpointingLayer):
         assert config.mixers is not None and config.feed_forwards is not None
         self.mixer_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mixer = registry.mixer(config.mixers[layer_index])(config, layer_index)
-        self.feed_forward_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.feed_forward = registry.feed_forward(config.feed_forwards[layer_index])(config, layer_index)
+        self.feed_forward = None
+        if config.feed_forwards[layer_index] != "none":
+            self.feed_forward_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+            self.feed_forward = registry.feed_forward(config.feed_forwards[layer_index])(config, layer_index)
 
     def forward(
         self,
@@ -54,7 +56,8 @@ class FwzooBlock(GradientCheckpointingLayer):
             layer_past.begin(replay)
             mixing, feeding = layer_past.memory("mixer"), layer_past.memory("feed_forward")
         hidden = inputs + self.mixer(self.mixer_norm(inputs), mixing, mask, cu_seqlens)
-        hidden = hidden + self.feed_forward(self.feed_forward_norm(hidden), feeding, mask, cu_seqlens)
+        if self.feed_forward is not None:
+            hidden = hidden + self.feed_forward(self.feed_forward_norm(hidden), feeding, mask, cu_seqlens)
         if layer_past is not None:
             layer_past.end(inputs.shape[1])
         return hidden
@@ -149,8 +152,7 @@ class FwzooModel(FwzooPreTrainedModel):
             raise ValueError(f"{both} of input_ids and inputs_embeds were given; give exactly one of them")
         if inputs_embeds is None:
             assert input_ids is not None
-            if input_ids.ndim != 2:
-                raise ValueError(f"input_ids has shape {list(input_ids.shape)}; it must be [B, T]")
+            self._check_ids(input_ids)
             inputs_embeds = self.embed_tokens(input_ids)
         past = self._resolve_cache(past_key_values, cache)
         if use_cache is None:
@@ -162,6 +164,9 @@ class FwzooModel(FwzooPreTrainedModel):
             past = FastWeightCache(self.config)
         mask = self._token_mask(attention_mask, inputs_embeds, past)
         cu_seqlens = self._document_bounds(inputs_embeds, attention_mask, position_ids, past, cu_seq_lens_q, seq_idx)
+        sequences = inputs_embeds.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        if past is not None and past.batch_size not in (-1, sequences):
+            raise ValueError(f"{CACHE_KEY} holds {past.batch_size} sequences; this call has {sequences}")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
 
@@ -176,6 +181,17 @@ class FwzooModel(FwzooPreTrainedModel):
             hidden_states=(*states, hidden) if output_hidden_states else None,
             **{CACHE_KEY: past if use_cache else None},
         )
+
+    def _check_ids(self, input_ids: Tensor) -> None:
+        if input_ids.ndim != 2:
+            raise ValueError(f"input_ids has shape {list(input_ids.shape)}; it must be [B, T]")
+        if input_ids.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"input_ids has dtype {input_ids.dtype}; it must be torch.int64")
+        if input_ids.device.type == "cpu" and input_ids.numel() and not torch.compiler.is_compiling():
+            low, high = (int(x) for x in input_ids.aminmax())
+            last = self.embed_tokens.num_embeddings - 1
+            if low < 0 or high > last:
+                raise ValueError(f"input_ids ranges from {low} to {high}; it must lie within the vocabulary, 0 to {last}")
 
     def _check_keywords(self, kwargs: dict[str, Any]) -> None:
         if unknown := set(kwargs) - IGNORED:

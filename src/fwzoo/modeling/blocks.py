@@ -76,15 +76,3 @@ class SwiGLU(nn.Module):
     def forward(self, hidden: Tensor, memory: Any = None, mask: Any = None, cu_seqlens: Any = None) -> Tensor:
         """`[B, T, D]` to `[B, T, D]`; every token on its own, so the sequence arguments do not matter."""
         return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
-
-
-@registry.register_feed_forward("none")
-class NoFeedForward(nn.Module):
-    """An empty feed-forward slot: adds nothing."""
-
-    def __init__(self, config: Any, layer_index: int) -> None:
-        super().__init__()
-
-    def forward(self, hidden: Tensor, memory: Any = None, mask: Any = None, cu_seqlens: Any = None) -> Tensor:
-        """Zeros like `hidden`."""
-        return torch.zeros_like(hidden)

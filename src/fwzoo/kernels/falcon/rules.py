@@ -91,7 +91,8 @@ def top_eigenvalue(gram: Tensor) -> Tensor:
     if gram.shape[-1] == 1:
         return gram[..., 0, 0]
     finite = gram.isfinite().all(-1).all(-1)
-    top = torch.linalg.eigvalsh(torch.where(finite[..., None, None], gram, 0))[..., -1]
+    # eigh, not eigvalsh: the latter takes another algorithm (and rounds differently) when no gradient is wanted
+    top = torch.linalg.eigh(torch.where(finite[..., None, None], gram, 0)).eigenvalues[..., -1]
     return torch.where(finite, top, torch.nan)
 
 

@@ -1,0 +1,160 @@
+"""`generate` in every mode equals its slow twin: without a cache, without padding, without an assistant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from compare import error
+from rows import ROWS, Row
+from test_model import ids
+from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
+
+import fwzoo
+from fwzoo.modeling.cache import CACHE_KEY
+
+rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+BEAMS: dict[str, Any] = {**GREEDY, "num_beams": 3, "num_return_sequences": 2, "return_dict_in_generate": True, "output_scores": True}
+
+
+@rows
+def test_greedy_and_sampled_tokens_do_not_depend_on_the_cache(row: Row) -> None:
+    model, prompt = row.model(), ids(2, 17)
+    assert torch.equal(model.generate(prompt, **GREEDY), model.generate(prompt, use_cache=False, **GREEDY))
+    sampled = []
+    for use_cache in (True, False):
+        torch.manual_seed(3)
+        sampled.append(model.generate(prompt, use_cache=use_cache, **{**GREEDY, "do_sample": True, "top_p": 0.95}))
+    assert torch.equal(*sampled)
+
+
+@rows
+def test_beam_scores_do_not_depend_on_the_cache(row: Row) -> None:
+    model, prompt = row.model(), ids(2, 17)
+    a, b = model.generate(prompt, **BEAMS), model.generate(prompt, use_cache=False, **BEAMS)
+    assert torch.equal(a.sequences, b.sequences) and error(a.sequences_scores, b.sequences_scores) < 1e-5
+
+
+@rows
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_left_padded_batch_equals_single_prompts(row: Row, beams: int) -> None:
+    model = row.model()
+    lengths = (25, 3, 12)
+    prompts = [ids(1, n, seed=n) for n in lengths]
+    batch, mask = torch.zeros(3, 25, dtype=torch.long), torch.zeros(3, 25, dtype=torch.long)
+    for i, prompt in enumerate(prompts):
+        batch[i, 25 - lengths[i] :], mask[i, 25 - lengths[i] :] = prompt[0], 1
+    together = model.generate(batch, attention_mask=mask, num_beams=beams, **GREEDY)
+    for i, prompt in enumerate(prompts):
+        assert torch.equal(together[i, 25:], model.generate(prompt, num_beams=beams, **GREEDY)[0, lengths[i] :])
+
+
+@rows
+def test_padding_token_equal_to_end_token_does_not_matter(row: Row) -> None:
+    model, prompt = row.model(), ids(1, 9)
+    padded = torch.cat([torch.ones(1, 4, dtype=torch.long), prompt], 1)
+    mask = (torch.arange(13) >= 4).long()[None]
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": 1, "pad_token_id": 1}
+    assert torch.equal(
+        model.generate(padded, attention_mask=mask, **options)[0, 13:], model.generate(prompt, **options)[0, 9:]
+    )
+
+
+@rows
+@pytest.mark.parametrize("options", [{"prompt_lookup_num_tokens": 4}, {"assistant": 1}, {"assistant": 0}], ids=str)
+def test_assisted_decoding_equals_greedy(row: Row, options: dict[str, Any]) -> None:
+    """Prompt lookup, an assistant that is mostly wrong, and one that is always right."""
+    model = row.model()
+    prompt = ids(1, 6).repeat(1, 4)
+    if "assistant" in options:
+        options = {"assistant_model": row.model(seed=options["assistant"])}
+    assert torch.equal(model.generate(prompt, **GREEDY, **options), model.generate(prompt, **GREEDY))
+
+
+@rows
+def test_continuing_from_a_returned_cache_equals_from_scratch(row: Row) -> None:
+    model, prompt = row.model(), ids(2, 15)
+    first = model.generate(prompt, return_dict_in_generate=True, **{**GREEDY, "max_new_tokens": 6})
+    cache = getattr(first, CACHE_KEY)
+    assert cache.get_seq_length() == first.sequences.shape[1] - 1
+    turn = torch.cat([first.sequences, ids(2, 7, seed=5)], 1)
+    continued = model.generate(turn, **{CACHE_KEY: cache}, **GREEDY)
+    assert torch.equal(continued, model.generate(turn, **GREEDY))
+
+
+@rows
+def test_embeddings_as_prompt(row: Row) -> None:
+    model, prompt = row.model(), ids(2, 11)
+    embeds = model.get_input_embeddings()(prompt)
+    assert torch.equal(model.generate(inputs_embeds=embeds, **GREEDY), model.generate(prompt, **GREEDY)[:, 11:])
+
+
+@rows
+def test_prefill_in_chunks_and_in_train_mode(row: Row) -> None:
+    model, prompt = row.model(), ids(2, 19)
+    expected = model.generate(prompt, **GREEDY)
+    assert torch.equal(model.generate(prompt, prefill_chunk_size=5, **GREEDY), expected)
+    assert torch.equal(model.train().generate(prompt, **GREEDY), expected)
+
+
+@rows
+def test_two_requests_do_not_share_a_state(row: Row) -> None:
+    model = row.model()
+    alone = model.generate(ids(1, 8, seed=1), **GREEDY)
+    model.generate(ids(1, 8, seed=2), **GREEDY)
+    assert torch.equal(model.generate(ids(1, 8, seed=1), **GREEDY), alone)
+
+
+class Forbid(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, :200] = -torch.inf
+        return scores
+
+
+def test_dict_outputs_processors_and_streaming(capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import ByT5Tokenizer
+
+    model, prompt = ROWS[0].model(), ids(1, 8)
+    out = model.generate(
+        prompt,
+        logits_processor=LogitsProcessorList([Forbid()]),
+        return_dict_in_generate=True,
+        output_scores=True,
+        output_logits=True,
+        output_hidden_states=True,
+        **GREEDY,
+    )
+    assert (out.sequences[:, 8:] >= 200).all()
+    assert len(out.scores) == len(out.logits) == len(out.hidden_states) == 20
+    assert out.scores[0].shape == (1, 384) and out.hidden_states[1][0].shape == (1, 1, 32)
+    model.generate(prompt, streamer=TextStreamer(ByT5Tokenizer()), **GREEDY)
+    assert capsys.readouterr().out
+
+
+def test_a_stock_cache_is_refused() -> None:
+    from transformers import DynamicCache
+
+    model = ROWS[0].model()
+    with pytest.raises(TypeError, match="FastWeightCache"):
+        model(ids(1, 4), **{CACHE_KEY: DynamicCache()})
+    with pytest.raises(TypeError, match="FastWeightCache"):
+        model.generate(ids(1, 4), **{CACHE_KEY: DynamicCache()}, **GREEDY)
+
+
+def test_both_names_of_the_cache_work() -> None:
+    model = ROWS[0].model()
+    for name in ("past_key_values", "cache"):
+        cache = fwzoo.FastWeightCache(model.config)
+        model(ids(1, 4), use_cache=True, **{name: cache})
+        assert cache.get_seq_length() == 4
+    with pytest.raises(ValueError, match="two names"):
+        model(ids(1, 4), past_key_values=cache, cache=fwzoo.FastWeightCache(model.config))
+
+
+def test_pipeline() -> None:
+    from transformers import ByT5Tokenizer, pipeline
+
+    text = pipeline("text-generation", model=ROWS[3].model(), tokenizer=ByT5Tokenizer())("Hello", max_new_tokens=5)
+    assert text[0]["generated_text"].startswith("Hello")
