@@ -282,6 +282,11 @@ def test_nothing_to_resume_from(tmp_path):
         run(tmp_path, resume=True)
 
 
+def test_a_finished_run_is_not_trained_further(whole_run):
+    with pytest.raises(ValueError, match="is trained for 8 steps already"):
+        run(whole_run[0], resume=True)
+
+
 def test_loss_does_not_depend_on_accumulation(tmp_path):
     """Rows with very different numbers of targets: two passes of one row equal one pass of two rows, step by step."""
     texts = ["a" * 40 + "b", *["c"] * 12, "the end of it all, at some length, to fill the row up to its very end"] * 6

@@ -22,6 +22,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from .curve import write_curve
@@ -249,12 +250,17 @@ def train(
         lines: values to draw into the loss curve, in its unit.
 
     Raises:
-        ValueError: there is no checkpoint to resume from, or accelerate is missing.
+        ValueError: there is no checkpoint to resume from or it has all the steps, or accelerate is missing.
         SourceError: a source cannot be read or holds no text.
     """
     checkpoint = get_last_checkpoint(str(out)) if out.is_dir() else None
     if resume and checkpoint is None:
         raise ValueError(f"out {str(out)!r} has no checkpoint to resume from.")
+    if (
+        resume
+        and (done := TrainerState.load_from_json(f"{checkpoint}/{TRAINER_STATE_NAME}").global_step) >= schedule.steps
+    ):
+        raise ValueError(f"out {str(out)!r} is trained for {done} steps already; allowed are more steps than that.")
     unit = loss_unit(tokenizer)
     console = console or Console()
     limit = None if schedule.minutes is None else TimeLimit(schedule.minutes)
