@@ -80,7 +80,7 @@ def both(run: Callable[[tuple[Tensor, ...]], Tensor], tensors: tuple[Tensor, ...
             run(tensors)
 
     def forward_backward() -> None:
-        torch.autograd.grad(run(tensors), [t for t in tensors], upstream, allow_unused=True)
+        torch.autograd.grad(run(tensors), list(tensors), upstream, allow_unused=True)
 
     return timed(forward, repeats), timed(forward_backward, repeats)
 
@@ -116,24 +116,46 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     console = Console(width=120)
-    console.print(f"torch {torch.__version__}, {args.threads} threads, B2 H4 K64 V64 T{args.tokens}, float32, window 4; medians in ms")
+    console.print(
+        f"torch {torch.__version__}, {args.threads} threads, B2 H4 K64 V64 T{args.tokens}, float32, window 4; medians in ms"
+    )
 
     shared = inputs("falcon1", args.tokens)
     qwen = both(run_qwen, shared, args.repeats)
     softmax = both(run_softmax, shared, args.repeats)
-    chunk = {rule: both(lambda t, r=rule: run_falcon(r, "chunk", t), inputs(rule, args.tokens), args.repeats) for rule in RULES}
-    loop = {
-        rule: both(lambda t, r=rule: run_falcon(r, "reference", t), inputs(rule, args.tokens), max(1, args.repeats // 4))
+    chunk = {
+        rule: both(lambda t, r=rule: run_falcon(r, "chunk", t), inputs(rule, args.tokens), args.repeats)
         for rule in RULES
     }
-    table = Table("operator", "forward", "fwd+bwd", "token loop fwd", "fwd+bwd", "loop/chunk fwd+bwd", "of Qwen3-Next fwd+bwd", "of falcon1")
+    loop = {
+        rule: both(
+            lambda t, r=rule: run_falcon(r, "reference", t), inputs(rule, args.tokens), max(1, args.repeats // 4)
+        )
+        for rule in RULES
+    }
+    table = Table(
+        "operator",
+        "forward",
+        "fwd+bwd",
+        "token loop fwd",
+        "fwd+bwd",
+        "loop/chunk fwd+bwd",
+        "of Qwen3-Next fwd+bwd",
+        "of falcon1",
+    )
     for name, pair in (("Qwen3-Next gated delta", qwen), ("softmax attention", softmax)):
         table.add_row(name, f"{pair[0] * 1e3:.1f}", f"{pair[1] * 1e3:.1f}", "", "", "", f"{pair[1] / qwen[1]:.2f}", "")
     for rule in RULES:
         ours, reference = chunk[rule], loop[rule]
         table.add_row(
-            rule, f"{ours[0] * 1e3:.1f}", f"{ours[1] * 1e3:.1f}", f"{reference[0] * 1e3:.0f}", f"{reference[1] * 1e3:.0f}",
-            f"{reference[1] / ours[1]:.1f}", f"{ours[1] / qwen[1]:.2f}", f"{ours[1] / chunk['falcon1'][1]:.2f}",
+            rule,
+            f"{ours[0] * 1e3:.1f}",
+            f"{ours[1] * 1e3:.1f}",
+            f"{reference[0] * 1e3:.0f}",
+            f"{reference[1] * 1e3:.0f}",
+            f"{reference[1] / ours[1]:.1f}",
+            f"{ours[1] / qwen[1]:.2f}",
+            f"{ours[1] / chunk['falcon1'][1]:.2f}",
         )
     console.print(table)
 

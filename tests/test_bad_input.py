@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from rows import ROWS
 from torch import Tensor
 from transformers import DynamicCache
 
 import fwzoo
 from fwzoo.kernels import FalconState, explain, falcon
+from rows import ROWS
 
 B, T, H, K, V = 2, 6, 2, 4, 3
 
@@ -34,7 +34,9 @@ def call(**changes: Any) -> Any:
 
 
 def state(**changes: Any) -> FalconState:
-    _, good = falcon(*(torch.randn(B, T, H, n) for n in (K, K, V)), torch.rand(B, T, H), torch.rand(B, T, H), rule="falcon3")
+    _, good = falcon(
+        *(torch.randn(B, T, H, n) for n in (K, K, V)), torch.rand(B, T, H), torch.rand(B, T, H), rule="falcon3"
+    )
     return good._replace(**{name: change(getattr(good, name)) for name, change in changes.items()})
 
 
@@ -44,7 +46,9 @@ def debugged(**changes: Any) -> Any:
 
 
 def packed(bounds: list[int], batch: int = 1, **changes: Any) -> Any:
-    return call(**{n: lambda x: x[:batch] for n in ("q", "k", "v", "beta", "ridge")}, cu_seqlens=torch.tensor(bounds), **changes)
+    return call(
+        **{n: lambda x: x[:batch] for n in ("q", "k", "v", "beta", "ridge")}, cu_seqlens=torch.tensor(bounds), **changes
+    )
 
 
 def config(**fields: Any) -> Any:

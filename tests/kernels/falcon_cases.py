@@ -34,7 +34,9 @@ def load(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tenso
     return options, given, expected
 
 
-def run(given: dict[str, Tensor], options: dict[str, Any], dtype: torch.dtype, operator: Any = falcon) -> dict[str, Tensor]:
+def run(
+    given: dict[str, Tensor], options: dict[str, Any], dtype: torch.dtype, operator: Any = falcon
+) -> dict[str, Tensor]:
     """Run the operator on `given` (names as in a vector) and differentiate; results named as in `load`."""
     leaves = {
         name: x.to(dtype).requires_grad_() if x.is_floating_point() else x
@@ -43,11 +45,10 @@ def run(given: dict[str, Tensor], options: dict[str, Any], dtype: torch.dtype, o
     }
     arguments = {name.removeprefix("in."): x for name, x in leaves.items() if name.startswith("in.")}
     fields = {name.removeprefix("state_in."): x for name, x in leaves.items() if name.startswith("state_in.")}
-    zero_state = None
     if fields:
         state = FalconState(**fields)
     else:
-        state = zero_state = _zero_state(arguments, options, dtype)
+        state = _zero_state(arguments, options, dtype)
         leaves["state_in.S"] = state.S
     o, new = operator(**arguments, **options, state=state)
     loss = (o * given["cotangent.o"].to(dtype)).sum() + (new.S * given["cotangent.S"].to(new.S.dtype)).sum()
@@ -69,7 +70,9 @@ def _zero_state(arguments: dict[str, Tensor], options: dict[str, Any], dtype: to
     window = options.get("window", 4) if RULES[options["rule"]].sliding else 1
     zeros = torch.zeros
     return FalconState(
-        zeros(documents, q.shape[2], q.shape[3], v.shape[3], dtype=torch.promote_types(dtype, torch.float32)).requires_grad_(),
+        zeros(
+            documents, q.shape[2], q.shape[3], v.shape[3], dtype=torch.promote_types(dtype, torch.float32)
+        ).requires_grad_(),
         zeros(documents, q.shape[2], q.shape[3], dtype=dtype),
         zeros(documents, dtype=torch.bool),
         zeros(documents, window - 1, q.shape[2], q.shape[3], dtype=dtype),

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import error, floor, too_large
+from falcon_cases import as_given, draw, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from falcon_cases import as_given, draw, run
+from compare import error, floor, too_large
 from fwzoo.kernels import FalconState, falcon
 from fwzoo.kernels.falcon import RULES
 
@@ -42,7 +42,9 @@ def test_gradcheck_of_the_reference(rule: str, options: dict[str, Any]) -> None:
 
     if options.get("step") == "eta":
         arguments["beta"] = 0.3 * arguments["beta"]
-    leaves = [x.detach().requires_grad_() for x in (state.S, state.key, state.tail_x, state.tail_v, *arguments.values())]
+    leaves = [
+        x.detach().requires_grad_() for x in (state.S, state.key, state.tail_x, state.tail_v, *arguments.values())
+    ]
     # the multiplier of the ridge is a statistic without gradient in the sliding rules, so k is not checked there
     if options.get("scale_coupled") and RULES[rule].sliding:
         leaves[5] = leaves[5].detach()
@@ -53,7 +55,9 @@ def test_gradcheck_of_the_reference(rule: str, options: dict[str, Any]) -> None:
     assert torch.autograd.gradcheck(call, leaves, atol=1e-7)
 
 
-@pytest.mark.parametrize("options", [{}, {"scale_coupled": True}, {"step": "eta"}, {"timing": "read_before_write"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"scale_coupled": True}, {"step": "eta"}, {"timing": "read_before_write"}], ids=str
+)
 @pytest.mark.parametrize("rule", ALL)
 def test_chunk_equals_reference_with_every_gradient(rule: str, options: dict[str, Any]) -> None:
     _, state = falcon(**draw(rule, tokens=5, seed=3), rule=rule)
@@ -134,7 +138,9 @@ def test_falcon1a_is_decayed_linear_attention() -> None:
     log_gamma = torch.log(1 - eta * ridge)
     eta, log_gamma = (F.pad(g[:, 1:], (0, 0, 1, 0)) for g in (eta, log_gamma))
     u = log_gamma.cumsum(1)
-    scores = torch.einsum("bthk,bshk->bhts", q, eta[..., None] * x) * (u[:, :, None] - u[:, None]).permute(0, 3, 1, 2).exp()
+    scores = (
+        torch.einsum("bthk,bshk->bhts", q, eta[..., None] * x) * (u[:, :, None] - u[:, None]).permute(0, 3, 1, 2).exp()
+    )
     o = torch.einsum("bhts,bshv->bthv", scores.tril(), v)
     for level in LEVELS:
         assert close(falcon(**arguments, rule="falcon1a", level=level)[0], o)
@@ -143,7 +149,7 @@ def test_falcon1a_is_decayed_linear_attention() -> None:
 @pytest.mark.parametrize("rule", ["falcon1", "falcon3"])
 def test_every_step_descends_the_ridge_loss(rule: str) -> None:
     arguments = draw(rule, batch=1, tokens=40, heads=1)
-    q, k, v, beta, ridge = arguments.values()
+    _q, k, v, _beta, ridge = arguments.values()
     window = 4 if rule == "falcon3" else 1
     states = [falcon(*(x[:, :t] for x in arguments.values()), rule=rule, eps=0.0)[1].S[0, 0] for t in range(1, 41)]
     for t in range(1, 40):
@@ -159,7 +165,9 @@ def test_every_step_descends_the_ridge_loss(rule: str) -> None:
 # --- cuts, masks, packings ---
 
 
-def cut_run(arguments: dict[str, Tensor], cuts: list[int], mask: Tensor | None, **options: Any) -> tuple[Tensor, FalconState]:
+def cut_run(
+    arguments: dict[str, Tensor], cuts: list[int], mask: Tensor | None, **options: Any
+) -> tuple[Tensor, FalconState]:
     """Outputs and state of a sequence given in pieces."""
     tokens = arguments["q"].shape[1]
     outputs, state = [], None
@@ -183,9 +191,13 @@ def test_any_cut_any_mask_any_packing(rule: str, level: str, data: st.DataObject
     pairing = data.draw(st.sampled_from(["shifted", "same_step"]))
     options: dict[str, Any] = {"rule": rule, "window": window, "pairing": pairing, "level": level}
     arguments = draw(rule, batch=2, tokens=tokens, heads=1, seed=data.draw(st.integers(0, 5)))
-    mask = torch.tensor(data.draw(st.lists(st.lists(st.booleans(), min_size=tokens, max_size=tokens), min_size=2, max_size=2)))
+    mask = torch.tensor(
+        data.draw(st.lists(st.lists(st.booleans(), min_size=tokens, max_size=tokens), min_size=2, max_size=2))
+    )
     cuts = sorted(data.draw(st.lists(st.integers(0, tokens), max_size=4)))
-    noisy = {name: torch.where(mask.view(*mask.shape, *[1] * (x.ndim - 2)), x, torch.nan) for name, x in arguments.items()}
+    noisy = {
+        name: torch.where(mask.view(*mask.shape, *[1] * (x.ndim - 2)), x, torch.nan) for name, x in arguments.items()
+    }
 
     rows = []
     for b in range(2):
@@ -271,7 +283,15 @@ def stressed(name: str, rule: str) -> dict[str, Tensor]:
     return arguments
 
 
-STRESS = ["floor on alternate tokens", "equal keys", "zero keys", "smallest gain", "largest gain", "scale 1e-4", "scale 1e4"]
+STRESS = [
+    "floor on alternate tokens",
+    "equal keys",
+    "zero keys",
+    "smallest gain",
+    "largest gain",
+    "scale 1e-4",
+    "scale 1e4",
+]
 
 
 @pytest.mark.parametrize("stress", STRESS)

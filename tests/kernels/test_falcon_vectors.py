@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from compare import errors, too_large
-
 from falcon_cases import VECTORS, load, run
+
+from compare import errors, too_large
 from fwzoo.kernels import FalconState, falcon
 
 NAMES = [f"{path.parent.name}-{path.stem}" for path in VECTORS]
@@ -17,7 +17,14 @@ NAMES = [f"{path.parent.name}-{path.stem}" for path in VECTORS]
 
 def test_vectors_are_there() -> None:
     assert len(VECTORS) > 100
-    assert {path.parent.name for path in VECTORS} == {"falcon1", "falcon2", "falcon3", "falcon1a", "falcon2a", "falcon3a"}
+    assert {path.parent.name for path in VECTORS} == {
+        "falcon1",
+        "falcon2",
+        "falcon3",
+        "falcon1a",
+        "falcon2a",
+        "falcon3a",
+    }
 
 
 @pytest.mark.parametrize("level", ["reference", "chunk"])
@@ -34,9 +41,7 @@ def test_chunk_float32(path: Path) -> None:
     options, given, expected = load(path)
     plain = run(given, {**options, "level": "reference"}, torch.float32)
     found = run(given, {**options, "level": "chunk"}, torch.float32)
-    wrong = too_large(
-        {n: found[n] for n in expected}, expected, {n: plain[n] for n in expected}, torch.float32
-    )
+    wrong = too_large({n: found[n] for n in expected}, expected, {n: plain[n] for n in expected}, torch.float32)
     assert not wrong, wrong
 
 
@@ -55,9 +60,14 @@ def decay_at_sentinel(**arguments: Any) -> tuple[torch.Tensor, FalconState]:
 
 def dropped_tail(**arguments: Any) -> tuple[torch.Tensor, FalconState]:
     state = arguments.pop("state")
-    return falcon(**arguments, state=state._replace(
-        tail_x=torch.zeros_like(state.tail_x), tail_v=torch.zeros_like(state.tail_v), count=torch.zeros_like(state.count)
-    ))
+    return falcon(
+        **arguments,
+        state=state._replace(
+            tail_x=torch.zeros_like(state.tail_x),
+            tail_v=torch.zeros_like(state.tail_v),
+            count=torch.zeros_like(state.count),
+        ),
+    )
 
 
 def stale_key(**arguments: Any) -> tuple[torch.Tensor, FalconState]:
@@ -89,4 +99,6 @@ def test_negative_controls(wrong: Any, case: str, rule: str, level: str) -> None
     path = next(p for p in VECTORS if p.parent.name == rule and p.stem == case)
     options, given, expected = load(path)
     found = run(given, {**options, "level": level}, torch.float64, operator=wrong)
-    assert max(errors({n: found[n] for n in ("o", "state.S")}, {n: expected[n] for n in ("o", "state.S")}).values()) > 1e-3
+    assert (
+        max(errors({n: found[n] for n in ("o", "state.S")}, {n: expected[n] for n in ("o", "state.S")}).values()) > 1e-3
+    )

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from compare import error
-from rows import ROWS, Row
 from safetensors.torch import load_file, save_file
 from test_model import ids, stream
 from transformers.cache_utils import Cache
 
 import fwzoo
+from compare import error
 from fwzoo.modeling.cache import CACHE_KEY
+from rows import ROWS, Row
 
 rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
@@ -85,7 +85,10 @@ def test_rewinding_equals_never_having_read(row: Row) -> None:
         cache.crop(target - cache.get_seq_length())
         assert cache.get_seq_length() == target
         own = copy.deepcopy(cache)
-        rest, whole = proceed(model, own, tokens[:, target:]), proceed(model, fwzoo.FastWeightCache(model.config), tokens)
+        rest, whole = (
+            proceed(model, own, tokens[:, target:]),
+            proceed(model, fwzoo.FastWeightCache(model.config), tokens),
+        )
         assert error(rest, whole[:, target:]) < 1e-5
 
 

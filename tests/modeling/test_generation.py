@@ -6,17 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-from compare import error
-from rows import ROWS, Row
 from test_model import ids
 from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
 
 import fwzoo
+from compare import error
 from fwzoo.modeling.cache import CACHE_KEY
+from rows import ROWS, Row
 
 rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
-BEAMS: dict[str, Any] = {**GREEDY, "num_beams": 3, "num_return_sequences": 2, "return_dict_in_generate": True, "output_scores": True}
+BEAMS: dict[str, Any] = {
+    **GREEDY,
+    "num_beams": 3,
+    "num_return_sequences": 2,
+    "return_dict_in_generate": True,
+    "output_scores": True,
+}
 
 
 @rows

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from compare import error
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rows import ROWS, Row
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import fwzoo
+from compare import error
 from fwzoo.modeling.cache import CACHE_KEY
+from rows import ROWS, Row
 
 rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
@@ -26,7 +27,9 @@ def ids(batch: int, tokens: int, seed: int = 0) -> Tensor:
 
 
 @torch.no_grad()
-def stream(model: Any, tokens: Tensor, cuts: list[int], mask: Tensor | None = None) -> tuple[Tensor, fwzoo.FastWeightCache]:
+def stream(
+    model: Any, tokens: Tensor, cuts: list[int], mask: Tensor | None = None
+) -> tuple[Tensor, fwzoo.FastWeightCache]:
     """Logits of a sequence given in pieces, with a cache."""
     cache = fwzoo.FastWeightCache(model.config)
     logits = []
@@ -66,7 +69,9 @@ def test_any_cut_with_any_mask_equals_one_call(row: Row, data: st.DataObject) ->
     model = row.model().double()
     count = data.draw(st.integers(1, 45))
     cuts = sorted(set(data.draw(st.lists(st.integers(1, count), max_size=5))) - {count})
-    mask = torch.tensor(data.draw(st.lists(st.lists(st.booleans(), min_size=count, max_size=count), min_size=2, max_size=2)))
+    mask = torch.tensor(
+        data.draw(st.lists(st.lists(st.booleans(), min_size=count, max_size=count), min_size=2, max_size=2))
+    )
     tokens = ids(2, count)
     with torch.no_grad():
         whole = model(tokens, attention_mask=mask.long()).logits
@@ -92,7 +97,7 @@ def test_any_packing_equals_the_documents_alone(row: Row, data: st.DataObject) -
         by_bounds = model(tokens, cu_seq_lens_q=bounds).logits
         assert torch.equal(model(tokens, cu_seq_lens_q=bounds.int()).logits, by_bounds)
         by_number, by_position = model(tokens, seq_idx=numbers).logits, model(tokens, position_ids=positions).logits
-        for start, end in zip(bounds, bounds[1:], strict=False):
+        for start, end in itertools.pairwise(bounds):
             if end > start:
                 alone = model(tokens[:, start:end]).logits
                 assert all(error(x[:, start:end], alone) < 1e-9 for x in (by_bounds, by_number, by_position))
@@ -108,8 +113,7 @@ def test_packed_gradients_equal_separate_ones(row: Row) -> None:
     names = [name for name, _ in model.named_parameters()]
     a = torch.autograd.grad(packed, list(model.parameters()))
     apart = sum(
-        model(tokens[:, s:e], labels=labels[:, s:e], num_items_in_batch=47).loss
-        for s, e in zip(bounds, bounds[1:], strict=False)
+        model(tokens[:, s:e], labels=labels[:, s:e], num_items_in_batch=47).loss for s, e in itertools.pairwise(bounds)
     )
     b = torch.autograd.grad(apart, list(model.parameters()))
     assert error(packed, apart) < 1e-6  # the loss itself is computed in float32

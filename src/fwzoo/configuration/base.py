@@ -30,7 +30,7 @@ class FwzooConfig(PretrainedConfig):
     """
 
     model_type = "fwzoo"
-    keys_to_ignore_at_inference = ["past_key_values", "cache"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
     default_mixer: ClassVar[str] = ""
 
     vocab_size: int = 32000
@@ -84,8 +84,8 @@ class FwzooConfig(PretrainedConfig):
     @classmethod
     def options(cls) -> dict[str, Any]:
         """Names and defaults of the mixer options that this family adds to the common fields."""
-        common = FwzooConfig.__dataclass_fields__  # type: ignore[attr-defined]
-        own = cls.__dataclass_fields__  # type: ignore[attr-defined]
+        common = FwzooConfig.__dataclass_fields__
+        own = cls.__dataclass_fields__
         return {name: field.default for name, field in own.items() if name not in common}
 
     @staticmethod

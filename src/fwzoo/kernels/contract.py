@@ -7,6 +7,7 @@ N sequences (B, or the number of documents when packed).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -201,7 +202,7 @@ def check_cu_seqlens(cu_seqlens: Any, like: Tensor) -> list[int] | None:
     bounds = cu_seqlens.tolist()
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != like.shape[1]:
         raise ValueError(f"cu_seqlens is {_brief(bounds)}; it must start with 0 and end with T = {like.shape[1]}")
-    if any(b < a for a, b in zip(bounds, bounds[1:], strict=False)):
+    if any(b < a for a, b in itertools.pairwise(bounds)):
         raise ValueError(f"cu_seqlens is {_brief(bounds)}; it must never decrease")
     return bounds
 
@@ -213,5 +214,3 @@ def _brief(values: Sequence[Any]) -> str:
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 for float64 inputs, float32 for everything else: the dtype of gates, decays and accumulated state."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-

@@ -8,6 +8,7 @@ free slots lie behind its last real token and read as 0.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -47,11 +48,18 @@ class Tiling:
     """
 
     def __init__(
-        self, batch: int, tokens: int, chunk: int, *, mask: Tensor | None, bounds: list[int] | None, device: torch.device
+        self,
+        batch: int,
+        tokens: int,
+        chunk: int,
+        *,
+        mask: Tensor | None,
+        bounds: list[int] | None,
+        device: torch.device,
     ) -> None:
         self.batch, self.tokens, self.chunk, self.device = batch, tokens, chunk, device
         starts = [b * tokens for b in range(batch)] if bounds is None else bounds[:-1]
-        sizes = [tokens] * batch if bounds is None else [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+        sizes = [tokens] * batch if bounds is None else [b - a for a, b in itertools.pairwise(bounds)]
         self.documents = len(sizes)
         self.dense = mask is None and bounds is None
         by_size = sorted(range(self.documents), key=lambda n: -sizes[n])
@@ -136,10 +144,7 @@ class Tiling:
         """
         heads, first = initial.shape[1], initial[: self.steps[0]]
         last = tiles.view(-1, heads, *tiles.shape[1:])[:, :, self.chunk - rows :]
-        if self.dense:
-            later = last[: -self.batch]
-        else:
-            later = last.index_select(0, self._previous)
+        later = last[: -self.batch] if self.dense else last.index_select(0, self._previous)
         return torch.cat([first.to(tiles.dtype), later]).reshape(-1, rows, tiles.shape[-1])
 
     def pick(self, tiles: Tensor, position: Tensor, heads: int) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -76,7 +75,9 @@ class FwzooPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, (nn.Linear, nn.Embedding)):
             init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
-            if getattr(module, "padding_idx", None) is not None and not getattr(module.weight, "_is_hf_initialized", False):
+            if getattr(module, "padding_idx", None) is not None and not getattr(
+                module.weight, "_is_hf_initialized", False
+            ):
                 init.zeros_(module.weight[module.padding_idx])
         elif isinstance(module, nn.RMSNorm):
             init.ones_(module.weight)
@@ -191,13 +192,17 @@ class FwzooModel(FwzooPreTrainedModel):
             low, high = (int(x) for x in input_ids.aminmax())
             last = self.embed_tokens.num_embeddings - 1
             if low < 0 or high > last:
-                raise ValueError(f"input_ids ranges from {low} to {high}; it must lie within the vocabulary, 0 to {last}")
+                raise ValueError(
+                    f"input_ids ranges from {low} to {high}; it must lie within the vocabulary, 0 to {last}"
+                )
 
     def _check_keywords(self, kwargs: dict[str, Any]) -> None:
         if unknown := set(kwargs) - IGNORED:
             raise TypeError(f"{sorted(unknown)[0]} is not an argument of {type(self).__name__}.forward")
         if kwargs.get("output_attentions"):
-            raise ValueError("output_attentions is True; fast-weight layers have no attention maps, so it must be False")
+            raise ValueError(
+                "output_attentions is True; fast-weight layers have no attention maps, so it must be False"
+            )
 
     def _resolve_cache(self, past_key_values: Any, cache: Any) -> FastWeightCache | None:
         if past_key_values is not None and cache is not None and past_key_values is not cache:
@@ -215,7 +220,11 @@ class FwzooModel(FwzooPreTrainedModel):
             return None
         batch, tokens = embeds.shape[:2]
         total = tokens + (past.get_seq_length() if past is not None else 0)
-        if attention_mask.ndim != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] not in (tokens, total):
+        if (
+            attention_mask.ndim != 2
+            or attention_mask.shape[0] != batch
+            or attention_mask.shape[1] not in (tokens, total)
+        ):
             raise ValueError(
                 f"attention_mask has shape {list(attention_mask.shape)}; it must be [B, T] = {[batch, tokens]}, "
                 f"or {[batch, total]} with the tokens in the cache"
@@ -238,9 +247,9 @@ class FwzooModel(FwzooPreTrainedModel):
         if cu_seq_lens_q is not None:
             return cu_seq_lens_q.to(torch.int64)
         numbers = seq_idx
-        if numbers is None and position_ids is not None and attention_mask is None and embeds.shape[0] == 1:
-            if (past is None or past.get_seq_length() == 0) and position_ids.ndim == 2:
-                numbers = (position_ids == 0).cumsum(-1)
+        fresh = past is None or past.get_seq_length() == 0
+        if numbers is None and position_ids is not None and attention_mask is None and fresh and embeds.shape[0] == 1:
+            numbers = (position_ids == 0).cumsum(-1)
         if numbers is None:
             return None
         if numbers.shape != embeds.shape[:2] or embeds.shape[0] != 1:
@@ -338,9 +347,17 @@ class FwzooForCausalLM(FwzooPreTrainedModel, GenerationMixin):
                 model_kwargs[CACHE_KEY].activate_past_recording()
 
 
-@lru_cache(maxsize=None)
+_CLASSES: dict[str, tuple[type[FwzooModel], type[FwzooForCausalLM]]] = {}
+
+
 def architecture_classes(config_class: type[FwzooConfig]) -> tuple[type[FwzooModel], type[FwzooForCausalLM]]:
     """The Model and ForCausalLM of a configuration class: thin subclasses, named after it, that the Auto classes need."""
+    if config_class.model_type not in _CLASSES:
+        _CLASSES[config_class.model_type] = _make_classes(config_class)
+    return _CLASSES[config_class.model_type]
+
+
+def _make_classes(config_class: type[FwzooConfig]) -> tuple[type[FwzooModel], type[FwzooForCausalLM]]:
     name = config_class.__name__.removesuffix("Config")
     about = (config_class.__doc__ or "").split("\n")[0]
     made = []

@@ -82,7 +82,7 @@ class FastWeightLayer(CacheLayerMixin):
         self.record_past = True
 
     @property
-    def is_croppable(self) -> bool:  # type: ignore[override]
+    def is_croppable(self) -> bool:
         """Whether `crop` can rewind: only while calls are recorded."""
         return self.record_past
 
@@ -170,7 +170,9 @@ class FastWeightLayer(CacheLayerMixin):
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
         """Not how fast weights are stored. Raises TypeError."""
-        raise TypeError("update takes keys and values; a fwzoo layer holds named tensors, written through memory(owner)")
+        raise TypeError(
+            "update takes keys and values; a fwzoo layer holds named tensors, written through memory(owner)"
+        )
 
     def offload(self) -> None:
         """Move the tensors to the CPU."""
@@ -200,7 +202,7 @@ class FastWeightCache(Cache):
         >>> safetensors.torch.save_file(cache.state_dict(), "memory.safetensors")
     """
 
-    layers: list[FastWeightLayer]  # type: ignore[assignment]
+    layers: list[FastWeightLayer]
 
     def __init__(self, config: Any) -> None:
         count = getattr(config, "num_hidden_layers", None)

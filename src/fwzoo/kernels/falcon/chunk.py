@@ -62,10 +62,7 @@ def falcon_chunk(
 
     energy = None
     if options.needs_energy:
-        if rule.sliding:
-            energy = window_energy(_windows(x, window), pairs, rule)
-        else:
-            energy = x.square().sum(-1)
+        energy = window_energy(_windows(x, window), pairs, rule) if rule.sliding else x.square().sum(-1)
     eta, gamma = step_and_decay(beta_tiles, ridge_tiles, energy, writes, options)
     strength = eta if rule.per_column else eta / pairs
     form = {
@@ -80,7 +77,9 @@ def falcon_chunk(
     S = S.view(state.S.shape)
 
     last = tiling.lengths - 1
-    key = torch.where((last < 0)[:, None, None], state.key, tiling.pick(k_tiles, last[:, None], heads)[:, :, 0].to(q.dtype))
+    key = torch.where(
+        (last < 0)[:, None, None], state.key, tiling.pick(k_tiles, last[:, None], heads)[:, :, 0].to(q.dtype)
+    )
     has_key = state.has_key | (last >= 0)
     tail_x, tail_v = (
         _new_tail(tail, rows, tiling, unpaired, heads) for tail, rows in ((state.tail_x, x), (state.tail_v, values))
@@ -432,7 +431,9 @@ def regression_columns_form(
     gain, target = strength * until.exp(), strength * v
     written = []
 
-    def update(S: Tensor, kept: Tensor, x: Tensor, target: Tensor, gain: Tensor, to_end: Tensor, *solve: Tensor) -> Tensor:
+    def update(
+        S: Tensor, kept: Tensor, x: Tensor, target: Tensor, gain: Tensor, to_end: Tensor, *solve: Tensor
+    ) -> Tensor:
         gram, log_decay, eta, decay, inverse = solve
         sides = torch.addcmul(target, gain, x @ S, value=-1)
         b = _ColumnSolve.apply(gram, log_decay, eta, sides, decay, inverse)

@@ -5,6 +5,8 @@ Source: "Fast Weight Attention for Continual Learning" (2026).
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -27,11 +29,11 @@ def falcon_reference(
     if bounds is None:
         return _loop(q, k, v, beta, ridge, options, state, mask)
     outputs, states = [], []
-    for n, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for n, (start, end) in enumerate(itertools.pairwise(bounds)):
         part = slice(start, end)
         own = FalconState(*(field[n : n + 1] for field in state))
-        inputs = (x[:, part] for x in (q, k, v, beta, ridge))
-        o, own = _loop(*inputs, options, own, None if mask is None else mask[:, part])
+        own_mask = None if mask is None else mask[:, part]
+        o, own = _loop(q[:, part], k[:, part], v[:, part], beta[:, part], ridge[:, part], options, own, own_mask)
         outputs.append(o)
         states.append(own)
     return torch.cat(outputs, 1), FalconState(*(torch.cat(fields) for fields in zip(*states, strict=True)))
