@@ -91,15 +91,16 @@ def run(out: Path, steps: int, minutes: float, seed: int) -> None:
 
     (out / "README.md").write_text(_card(model.num_parameters(), baselines, outcome, bits), encoding="utf-8")
     console.print(f"wrote {out}: model, tokenizer, README.md (model card), loss.json, loss.png", soft_wrap=True)
-    console.print(
-        "try next:\n"
-        f"  fwzoo generate {out}              type lines, the model goes on\n"
-        f"  fwzoo info {out}                  layers, parameters, bytes of memory\n"
-        "  fwzoo train FILE.txt --out DIR    your own text; `fwzoo train --help`\n"
-        "  fwzoo archs                       what else there is",
-        soft_wrap=True,
-        highlight=False,
-    )
+    hints = {
+        f"fwzoo generate {out}": "type lines, the model goes on",
+        f"fwzoo info {out}": "layers, parameters, bytes of memory",
+        "fwzoo train FILE.txt --out DIR": "your own text; see `fwzoo train --help`",
+        "fwzoo archs": "what else there is",
+    }
+    width = max(map(len, hints))
+    console.print("try next:")
+    for command, effect in hints.items():
+        console.print(f"  {command:{width}}  {effect}", soft_wrap=True, highlight=False)
     if bits >= baselines["byte bigram"]:
         console.print("the model does not beat the bigram baseline: train longer (--minutes, --steps)")
         raise typer.Exit(1)
