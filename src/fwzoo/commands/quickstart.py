@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_se
 from fwzoo.training.baselines import ByteModel
 from fwzoo.training.data import PackedRows, Texts, encode, load_tokenizer
 from fwzoo.training.sample_text import pydoc_topics
-from fwzoo.training.trainer import Outcome, Schedule, train
+from fwzoo.training.trainer import Outcome, RunError, Schedule, train
 
-from .common import empty_folder, quiet_transformers, versions
+from .common import bad, empty_folder, quiet_transformers, versions
 
 ARCHITECTURE = "falcon3a"
 SIZES = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 384}
@@ -47,25 +47,28 @@ def run(out: Path, steps: int, minutes: float, seed: int) -> None:
         f"CPython's help topics; at most {steps} steps or {minutes:g} minutes",
         soft_wrap=True,
     )
-    outcome = train(
-        model,
-        tokenizer,
-        PackedRows(Texts(text.train), tokenizer, SEQUENCE_LENGTH, seed=seed),
-        out,
-        Schedule(
-            steps=steps,
-            minutes=minutes,
-            batch_size=4,
-            lr=4e-3,
-            warmup=min(20, steps // 10),
-            seed=seed,
-            eval_every=max(1, steps // 4),
-            log_every=max(1, min(10, steps // 10)),
-        ),
-        list(PackedRows(Texts(text.held_out), tokenizer, SEQUENCE_LENGTH)),
-        console=console,
-        lines=baselines,
-    )
+    try:
+        outcome = train(
+            model,
+            tokenizer,
+            PackedRows(Texts(text.train), tokenizer, SEQUENCE_LENGTH, seed=seed),
+            out,
+            Schedule(
+                steps=steps,
+                minutes=minutes,
+                batch_size=4,
+                lr=4e-3,
+                warmup=min(20, steps // 10),
+                seed=seed,
+                eval_every=max(1, steps // 4),
+                log_every=max(1, min(10, steps // 10)),
+            ),
+            list(PackedRows(Texts(text.held_out), tokenizer, SEQUENCE_LENGTH)),
+            console=console,
+            lines=baselines,
+        )
+    except RunError as error:
+        raise bad("quickstart", str(error)) from error
     if outcome.interrupted:
         console.print("stopped before the end; nothing to compare")
         raise typer.Exit(130)
