@@ -2,5 +2,17 @@
 
 from .contract import Explanation, debug, explain
 from .falcon import FalconState, falcon
+from .gated_delta import GatedDeltaState, gated_delta
+from .linear_attention import LinearAttentionState, linear_attention
 
-__all__ = ["Explanation", "FalconState", "debug", "explain", "falcon"]
+__all__ = [
+    "Explanation",
+    "FalconState",
+    "GatedDeltaState",
+    "LinearAttentionState",
+    "debug",
+    "explain",
+    "falcon",
+    "gated_delta",
+    "linear_attention",
+]
