@@ -226,7 +226,8 @@ def test_save_and_load(row: Row, dtype: torch.dtype, tied: bool, tmp_path: Path)
         assert torch.equal(loaded(tokens).logits, expected)
     again = AutoConfig.from_pretrained(tmp_path)
     assert again.to_dict() == loaded.config.to_dict() and again.mixers == model.config.mixers
-    assert set(again.layer_types) == {"linear_attention"}
+    softmax = ("full_attention", "sliding_attention")
+    assert again.layer_types == [name if name in softmax else "linear_attention" for name in again.mixers]
 
 
 @rows
@@ -255,8 +256,8 @@ def test_missing_weights_get_initial_values_after_loading_on_the_meta_device(row
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     for name, weight in model.state_dict().items():
         if name in missing:
-            assert loaded[name].isfinite().all() and loaded[name].std() < 1
-            assert name.endswith("norm.weight") or loaded[name].std() > 0
+            assert loaded[name].isfinite().all() and abs(loaded[name].mean() - weight.mean()) < 0.1 + 0.1 * weight.std()
+            assert abs(loaded[name].std() - weight.std()) <= 0.5 * weight.std()
         else:
             assert torch.equal(loaded[name], weight)
 

@@ -84,12 +84,17 @@ class FwzooPreTrainedModel(PreTrainedModel):
         elif isinstance(module, ShortConvolution):
             bound = module.size**-0.5
             init.uniform_(module.weight, -bound, bound)
+        elif hasattr(module, "init_own_parameters"):
+            module.init_own_parameters()
 
     def kernel_report(self, tokens: int = 4096) -> list[tuple[int, str, str, str]]:
         """Which kernel level every layer runs for a call of `tokens` tokens: (layer, mixer, level, reason)."""
         rows = []
         probe = torch.empty(1, tokens, 1, 1, device="meta")
         for index, block in enumerate(self.get_decoder().layers):
+            if block.mixer.operator is None:
+                rows.append((index, self.config.mixers[index], "sdpa", "softmax attention is torch's own kernel"))
+                continue
             choice = explain(block.mixer.operator, probe)
             level, reason = choice.level, choice.reason
             if self.config.kernel_level != "auto":
