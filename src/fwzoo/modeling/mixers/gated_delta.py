@@ -52,8 +52,7 @@ class GatedDeltaMixer(FastWeightMixer):
         q, k, v, new = self.project(hidden, past, mask, cu_seqlens)
         step = F.softplus(at_least_float32(self.a_proj(hidden)) + self.dt_bias)
         o, state = gated_delta(
-            F.normalize(q, dim=-1, eps=1e-6),
-            F.normalize(k, dim=-1, eps=1e-6),
+            *(F.normalize(at_least_float32(x), dim=-1, eps=1e-6).to(x.dtype) for x in (q, k)),
             v,
             -at_least_float32(self.log_rate).exp() * step,
             at_least_float32(self.b_proj(hidden)).sigmoid(),
