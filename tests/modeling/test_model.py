@@ -309,7 +309,11 @@ def test_state_bytes_and_kernel_report() -> None:
         assert ROWS[0].model().state_bytes() == model.state_bytes()
 
 
-@pytest.mark.parametrize("row", [ROWS[1], ROWS[2], ROWS[5]], ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row",
+    [row for row in ROWS if row.name in ("falcon2", "falcon3", "falcon3a", "every-mixer")],
+    ids=lambda row: row.name,
+)
 def test_compiled_model_equals_eager(row: Row) -> None:
     """One graph, no breaks, forward and backward."""
     model, tokens = row.model().train(), ids(2, 40)

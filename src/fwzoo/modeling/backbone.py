@@ -16,7 +16,6 @@ from transformers.utils.generic import can_return_tuple
 from .. import registry
 from ..configuration.base import FwzooConfig
 from ..kernels import explain
-from .blocks import ShortConvolution
 from .cache import CACHE_KEY, FastWeightCache, FastWeightLayer
 
 logger = logging.get_logger("fwzoo")
@@ -81,11 +80,8 @@ class FwzooPreTrainedModel(PreTrainedModel):
                 init.zeros_(module.weight[module.padding_idx])
         elif isinstance(module, nn.RMSNorm):
             init.ones_(module.weight)
-        elif isinstance(module, ShortConvolution):
-            bound = module.size**-0.5
-            init.uniform_(module.weight, -bound, bound)
-        elif hasattr(module, "init_own_parameters"):
-            module.init_own_parameters()
+        elif hasattr(module, "initialize_parameters"):
+            module.initialize_parameters(self.config)
 
     def kernel_report(self, tokens: int = 4096) -> list[tuple[int, str, str, str]]:
         """Which kernel level every layer runs for a call of `tokens` tokens: (layer, mixer, level, reason)."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import initialization as init
 
 from .. import registry
 from ..kernels.contract import check_cu_seqlens
@@ -61,6 +62,10 @@ class ShortConvolution(nn.Module):
         back = tiling.lengths[:, None] + torch.arange(history, device=x.device)
         new = _rows_of_stream(past, tiles, tiling, back)
         return F.silu(tiling.untile(y, 1).squeeze(2)), tiling.leave(new)
+
+    def initialize_parameters(self, config: Any) -> None:
+        bound = self.size**-0.5
+        init.uniform_(self.weight, -bound, bound)
 
     def extra_repr(self) -> str:
         return f"channels={self.weight.shape[0]}, size={self.size}"

@@ -55,10 +55,10 @@ class SoftmaxAttention(nn.Module):
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if normed else None
         self.logit_scale = nn.Parameter(torch.empty(self.heads)) if config.logit_scaling == "ssmax" else None
 
-    def init_own_parameters(self) -> None:
+    def initialize_parameters(self, config: Any) -> None:
         """The learned factor of log M starts where it changes nothing at the training length."""
         if self.logit_scale is not None:
-            init.constant_(self.logit_scale, 1 / math.log(self.config.training_length))
+            init.constant_(self.logit_scale, 1 / math.log(config.training_length))
 
     def forward(
         self, hidden: Tensor, memory: Any = None, mask: Tensor | None = None, cu_seqlens: Tensor | None = None

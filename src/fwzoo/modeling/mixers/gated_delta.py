@@ -33,7 +33,7 @@ class GatedDeltaMixer(FastWeightMixer):
         self.log_rate = nn.Parameter(torch.empty(self.heads))
         self.dt_bias = nn.Parameter(torch.empty(self.heads))
 
-    def init_own_parameters(self) -> None:
+    def initialize_parameters(self, config: Any) -> None:
         """Heads from slow to fast: exp(A) evenly spread over (0, 16), softplus(dt) log-evenly over (0.001, 0.1).
 
         These are the quantiles of the published draws, rounded to values that every dtype holds exactly.
@@ -52,7 +52,8 @@ class GatedDeltaMixer(FastWeightMixer):
         q, k, v, new = self.project(hidden, past, mask, cu_seqlens)
         step = F.softplus(at_least_float32(self.a_proj(hidden)) + self.dt_bias)
         o, state = gated_delta(
-            *(F.normalize(at_least_float32(x), dim=-1, eps=1e-6).to(x.dtype) for x in (q, k)),
+            _unit(q),
+            _unit(k),
             v,
             -at_least_float32(self.log_rate).exp() * step,
             at_least_float32(self.b_proj(hidden)).sigmoid(),
@@ -64,3 +65,8 @@ class GatedDeltaMixer(FastWeightMixer):
         if memory is not None:
             memory.write(**new, **state._asdict())
         return self.merge(o, hidden)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Rows of length 1, computed in at least float32."""
+    return F.normalize(at_least_float32(x), dim=-1, eps=1e-6).to(x.dtype)

@@ -34,7 +34,7 @@ class LinearAttentionMixer(FastWeightMixer):
         if config.linear_decay == "token":
             self.decay_proj = nn.Linear(config.hidden_size, self.heads, bias=False)
 
-    def init_own_parameters(self) -> None:
+    def initialize_parameters(self, config: Any) -> None:
         """Decay 0.999 in every head."""
         if self.decay_logit is not None:
             init.constant_(self.decay_logit, math.log(INITIAL_DECAY / (1 - INITIAL_DECAY)))
