@@ -222,7 +222,9 @@ def check_state(state: Any, empty: State) -> State:
 
 
 def check_values(tensors: Mapping[str, Tensor], mask: Tensor | None) -> None:
-    """Raise unless every real token of every tensor `[B, T, ...]` is finite (synchronises: only under `debug()`)."""
+    """Under `debug()`, raise unless every real token of every tensor `[B, T, ...]` is finite."""
+    if not debugging():
+        return
     real = slice(None) if mask is None else mask
     for name, tensor in tensors.items():
         if not tensor[real].isfinite().all():
@@ -230,10 +232,16 @@ def check_values(tensors: Mapping[str, Tensor], mask: Tensor | None) -> None:
 
 
 def check_log_decay(log_decay: Tensor, mask: Tensor | None) -> None:
-    """Raise unless every real token's log-decay is at most 0 (synchronises: only under `debug()`)."""
-    real = log_decay if mask is None else log_decay[mask]
-    if (real > 0).any():
+    """Under `debug()`, raise unless every real token's log-decay is at most 0."""
+    if debugging() and ((real := log_decay if mask is None else log_decay[mask]) > 0).any():
         raise ValueError(f"log_decay has maximum {real.max().item():.3g}; it must be at most 0")
+
+
+def check_documents(mask: Any, cu_seqlens: Any, like: Tensor) -> tuple[list[int] | None, int]:
+    """Validate mask and boundaries for inputs `like` `[B, T, ...]`; returns the boundaries and the number of documents."""
+    check_mask(mask, like)
+    bounds = check_cu_seqlens(cu_seqlens, like)
+    return bounds, like.shape[0] if bounds is None else len(bounds) - 1
 
 
 def check_mask(mask: Any, like: Tensor) -> None:
@@ -276,3 +284,8 @@ def _brief(values: Sequence[Any]) -> str:
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 for float64 inputs, float32 for everything else: the dtype of gates, decays and accumulated state."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def empty_weights(documents: int, q: Tensor, v: Tensor) -> Tensor:
+    """Fast weights before the first token, `[N, H, K, V]`, for q `[B, T, H, K]` and v `[B, T, H, V]`."""
+    return q.new_zeros(documents, q.shape[2], q.shape[3], v.shape[3], dtype=compute_dtype(q.dtype))

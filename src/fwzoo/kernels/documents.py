@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -41,6 +41,15 @@ def each_document(
         outputs.append(o)
         states.append(own)
     return torch.cat(outputs, 1), make(torch.cat(fields) for fields in zip(*states, strict=True))
+
+
+def each_token(inputs: Sequence[Tensor], mask: Tensor | None) -> Iterator[tuple[tuple[Tensor, ...], Tensor | None]]:
+    """The inputs `[B, T, ...]` of every token, 0 where it is masked, and which rows are real (None: all)."""
+    for t in range(inputs[0].shape[1]):
+        now = tuple(x[:, t] for x in inputs)
+        real = None if mask is None else mask[:, t]
+        # a masked token may hold anything, NaN included: select, never multiply
+        yield now if real is None else tuple(select(real, x, 0) for x in now), real
 
 
 def select(condition: Tensor, x: Tensor, other: Tensor | float) -> Tensor:

@@ -66,9 +66,7 @@ def falcon(
     """
     _check_inputs(q, k, v, beta, ridge, rule)
     options = _check_options(rule, window, pairing, timing, step, scale_coupled, eps, decay_floor)
-    contract.check_mask(mask, q)
-    bounds = contract.check_cu_seqlens(cu_seqlens, q)
-    documents = q.shape[0] if bounds is None else len(bounds) - 1
+    bounds, documents = contract.check_documents(mask, cu_seqlens, q)
     dtype = contract.compute_dtype(q.dtype)
     empty = empty_state(documents, q, v, options.window, dtype)
     state = empty if state is None else contract.check_state(state, empty)

@@ -57,14 +57,10 @@ def gated_delta(
         contract.check_gate(name, gate, q)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     contract.finite_number("scale", scale)
-    contract.check_mask(mask, q)
-    bounds = contract.check_cu_seqlens(cu_seqlens, q)
-    documents = q.shape[0] if bounds is None else len(bounds) - 1
-    dtype = contract.compute_dtype(q.dtype)
-    empty = GatedDeltaState(q.new_zeros(documents, q.shape[2], q.shape[3], v.shape[3], dtype=dtype))
+    bounds, documents = contract.check_documents(mask, cu_seqlens, q)
+    empty = GatedDeltaState(contract.empty_weights(documents, q, v))
     state = empty if state is None else contract.check_state(state, empty)
-    if contract.debugging():
-        contract.check_values({"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta}, mask)
-        contract.check_log_decay(log_decay, mask)
+    contract.check_values({"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta}, mask)
+    contract.check_log_decay(log_decay, mask)
     run = GATED_DELTA.resolve(level, q.shape[1])
     return run(q, k, v, log_decay, beta, scale, state, mask, bounds)

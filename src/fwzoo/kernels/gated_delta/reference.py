@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..contract import compute_dtype
-from ..documents import each_document, select
+from ..documents import each_document, each_token
 
 
 class GatedDeltaState(NamedTuple):
@@ -47,14 +47,11 @@ def _loop(
 ) -> tuple[Tensor, GatedDeltaState]:
     (S,) = state
     outputs = []
-    for t in range(q.shape[1]):
-        now = tuple(x[:, t] for x in (q, k, v, log_decay, beta))
-        if mask is not None:  # a masked token may hold anything, NaN included: select, never multiply
-            now = tuple(select(mask[:, t], x, 0) for x in now)
-        q_t, k_t, v_t, log_decay_t, beta_t = now
+    for (q_t, k_t, v_t, log_decay_t, beta_t), _ in each_token((q, k, v, log_decay, beta), mask):
         kept = log_decay_t.exp()[..., None, None] * S
         residual = v_t - torch.einsum("nhk,nhkv->nhv", k_t, kept)
-        new = kept + torch.einsum("nhk,nhv->nhkv", k_t, beta_t[..., None] * residual)
-        S = new if mask is None else select(mask[:, t], new, S)
+        S = kept + torch.einsum(
+            "nhk,nhv->nhkv", k_t, beta_t[..., None] * residual
+        )  # with gain 0 and decay exp(0), as it was
         outputs.append(torch.einsum("nhk,nhkv->nhv", q_t, S))
     return torch.stack(outputs, 1) if outputs else torch.zeros_like(v), GatedDeltaState(S)

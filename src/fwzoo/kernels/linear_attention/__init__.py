@@ -5,6 +5,7 @@ Source: "Transformers are RNNs: Fast Autoregressive Transformers with Linear Att
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .. import contract
@@ -52,21 +53,17 @@ def linear_attention(
         ValueError, TypeError: an argument has a wrong type, shape, dtype, device or value; the message names it.
     """
     contract.check_qkv(q, k, v)
-    if log_decay is not None:
-        contract.check_gate("log_decay", log_decay, q)
+    gates = {} if log_decay is None else {"log_decay": log_decay}
+    for name, gate in gates.items():
+        contract.check_gate(name, gate, q)
     contract.one_of("normalize", normalize, (True, False))
     contract.finite_number("eps", eps, least=0)
-    contract.check_mask(mask, q)
-    bounds = contract.check_cu_seqlens(cu_seqlens, q)
-    documents = q.shape[0] if bounds is None else len(bounds) - 1
-    dtype = contract.compute_dtype(q.dtype)
-    S = q.new_zeros(documents, q.shape[2], q.shape[3], v.shape[3], dtype=dtype)
-    empty = LinearAttentionState(S, S.new_zeros(S.shape[:3]))
+    bounds, documents = contract.check_documents(mask, cu_seqlens, q)
+    S = contract.empty_weights(documents, q, v)
+    empty = LinearAttentionState(S, torch.zeros_like(S[..., 0]))
     state = empty if state is None else contract.check_state(state, empty)
-    if contract.debugging():
-        gates = {} if log_decay is None else {"log_decay": log_decay}
-        contract.check_values({"q": q, "k": k, "v": v, **gates}, mask)
-        if log_decay is not None:
-            contract.check_log_decay(log_decay, mask)
+    contract.check_values({"q": q, "k": k, "v": v, **gates}, mask)
+    for gate in gates.values():
+        contract.check_log_decay(gate, mask)
     run = LINEAR_ATTENTION.resolve(level, q.shape[1])
     return run(q, k, v, log_decay, normalize, eps, state, mask, bounds)

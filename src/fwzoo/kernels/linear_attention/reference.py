@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..contract import compute_dtype
-from ..documents import each_document, select
+from ..documents import each_document, each_token, select
 
 
 class LinearAttentionState(NamedTuple):
@@ -60,17 +60,13 @@ def _loop(
 ) -> tuple[Tensor, LinearAttentionState]:
     S, z = state
     outputs = []
-    for t in range(q.shape[1]):
-        now = tuple(x[:, t] for x in (q, k, v, log_decay))
-        if mask is not None:  # a masked token may hold anything, NaN included: select, never multiply
-            now = tuple(select(mask[:, t], x, 0) for x in now)
-        q_t, k_t, v_t, log_decay_t = now
+    for (q_t, k_t, v_t, log_decay_t), real in each_token((q, k, v, log_decay), mask):
         kept = log_decay_t.exp()[..., None]
         S = kept[..., None] * S + torch.einsum("nhk,nhv->nhkv", k_t, v_t)  # a masked token adds 0 and keeps exp(0)
         z = kept * z + k_t
         o = torch.einsum("nhk,nhkv->nhv", q_t, S)
         if normalize:
             seen = torch.einsum("nhk,nhk->nh", q_t, z)[..., None] + eps
-            o = o / (seen if mask is None else select(mask[:, t], seen, 1))
+            o = o / (seen if real is None else select(real, seen, 1))
         outputs.append(o)
     return torch.stack(outputs, 1) if outputs else torch.zeros_like(v), LinearAttentionState(S, z)
