@@ -28,6 +28,21 @@ class Row:
         return AutoModelForCausalLM.from_config(self.config(initializer_range=0.2, **more)).eval()
 
 
+def small_options() -> dict[str, Any]:
+    """The options of every family, as small as in its architectures' `tiny()`."""
+    options: dict[str, Any] = {"attention_window": 6, "training_length": 8}
+    for architecture in fwzoo.registry.architectures().values():
+        tiny = architecture.tiny()
+        options.update({name: getattr(tiny, name) for name in architecture.options()})
+    return options
+
+
+def every(names: list[str], count: int = 12) -> list[str]:
+    """`count` layers in which each of the names is at least once, one after the other."""
+    assert len(names) <= count
+    return [names[i % len(names)] for i in range(count)]
+
+
 ROWS = [
     Row("falcon1", "falcon1"),
     Row("falcon2", "falcon2"),
@@ -89,6 +104,18 @@ ROWS = [
             "linear_feature_map": "relu",
             "logit_scaling": "log_beyond",
             "training_length": 8,
+        },
+    ),
+    Row(
+        "everything",
+        "falcon3a",
+        {
+            **small_options(),
+            "num_hidden_layers": 12,
+            "mixers": every(list(fwzoo.registry.mixer_options())),
+            "feed_forwards": every(fwzoo.registry.feed_forward_names()),
+            "linear_decay": "token",
+            "logit_scaling": "ssmax",
         },
     ),
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import fwzoo
 from compare import error
+from rows import small_options
 
 MEMORIES = ["", "+FwPKM@2,6,10", "+PKM@6+FwPKM@2,10", "+FwMLP@2,6,10"]
 CYCLES = ["GDN", "GDN,SWA", "GDN,FA"]
@@ -35,12 +35,8 @@ READY = [layout for layout in LAYOUTS if not names(layout) & LATER]
 
 def tiny(layout: str) -> fwzoo.FwzooConfig:
     """Twelve small layers; the options of every family are those of its architecture's `tiny()`."""
-    options: dict[str, Any] = {"attention_window": 6}
-    for architecture in fwzoo.registry.architectures().values():
-        small = architecture.tiny()
-        options.update({name: getattr(small, name) for name in architecture.options()})
     sizes = {"vocab_size": 384, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-    return fwzoo.FwzooConfig.from_layout(layout, num_hidden_layers=12, **sizes, **options)
+    return fwzoo.FwzooConfig.from_layout(layout, num_hidden_layers=12, **{**small_options(), **sizes})
 
 
 def test_only_what_is_not_there_yet_is_left_out() -> None:

@@ -266,3 +266,19 @@ def test_learned_decay_starts_at_its_initial_value() -> None:
         model = fwzoo.Falcon1ForCausalLM(config)
         decay = model.model.layers[0].mixer._log_decay(torch.zeros(1, 1, 32)).exp()
         assert decay.shape == (1, 1, 2) and error(decay, torch.full_like(decay, 0.999)) < 1e-6
+
+
+def test_state_bytes_are_those_of_the_documented_formulas() -> None:
+    heads, groups, k, v, window, width = 4, 2, 8, 12, 7, 3
+    layers = ["gated_delta", "linear_attention", "sliding_attention", "full_attention"]
+    options = {"num_attention_heads": heads, "num_key_value_heads": groups, "value_head_dim": v}
+    options.update(num_hidden_layers=4, mixers=layers, attention_window=window, short_conv_size=width)
+    for dtype, e in ((torch.float32, 4), (torch.bfloat16, 2)):
+        model = Row("", "falcon1", options).model().to(dtype)
+        assert model.state_bytes() == [
+            4 * heads * k * v + e * heads * (width - 1) * (2 * k + v),
+            4 * heads * k * (v + 1),
+            e * groups * window * (k + v) + 8,
+            e * groups * (k + v) + 8,
+        ]
+        assert [row[2] for row in model.kernel_report()] == ["chunk", "chunk", "sdpa", "sdpa"]
