@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 import fwzoo
 from compare import error
-from fwzoo.modeling.mixers.attention import attend, attend_at, slots
+from fwzoo.modeling.cache import CACHE_KEY
+from fwzoo.modeling.mixers.attention import KeyValues, attend, attend_at, by_length, slots
 from rows import Row
 
 
@@ -190,6 +192,41 @@ def test_sixteen_bit_positions_stay_exact() -> None:
     x = hidden(3000, batch=1).float()
     exact, narrow = mixer(x), mixer.bfloat16()(x.bfloat16()).float()
     assert error(narrow[:, -500:], exact[:, -500:]) < 2 * error(narrow[:, :500], exact[:, :500])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["full_attention", "sliding_attention"])
+def test_packed_documents_continue_packed_as_each_would_alone(name: str) -> None:
+    model = Row("", "falcon1", {"mixers": [name, "linear_attention"], "attention_window": 4}).model().double()
+    lengths = ([9, 0, 1, 17, 2], [3, 5, 0, 1, 20])
+    parts = [ids(1, sum(sizes), seed=i) for i, sizes in enumerate(lengths)]
+    cache = fwzoo.FastWeightCache(model.config)
+    packed = []
+    for tokens, sizes in zip(parts, lengths, strict=True):
+        bounds = torch.tensor([0, *sizes]).cumsum(0)
+        logits = model(tokens, cu_seq_lens_q=bounds, use_cache=True, **{CACHE_KEY: cache}).logits
+        packed.append(logits.split(sizes, 1))
+    for n in range(5):
+        alone = model(torch.cat([tokens.split(sizes, 1)[n] for tokens, sizes in zip(parts, lengths, strict=True)], 1))
+        assert error(torch.cat([packed[0][n], packed[1][n]], 1), alone.logits) < 1e-9
+
+
+def test_packed_documents_are_padded_to_less_than_twice_their_length() -> None:
+    calls = []
+
+    def record(q: Tensor, k: Tensor, v: Tensor, past: KeyValues, mask: Tensor | None, bounds: list[int]) -> Any:
+        sizes = [b - a for a, b in itertools.pairwise(bounds)]
+        calls.append((max(sizes), min(sizes), q[0, :, 0, 0].tolist()))
+        return q, past
+
+    lengths = [100, 3, 1, 0, 64, 127, 2, 40]
+    bounds = [0, *itertools.accumulate(lengths)]
+    x = torch.arange(bounds[-1]).double()[None, :, None, None]
+    past = KeyValues(torch.zeros(8, 1, 0, 1), torch.zeros(8, 1, 0, 1), torch.arange(8))
+    o, new = by_length(record, x, x, x, past, None, bounds)
+    assert torch.equal(o, x) and torch.equal(new.count, past.count)
+    assert all(longest < 2 * max(shortest, 1) for longest, shortest, _ in calls)
+    assert sorted(t for *_, tokens in calls for t in tokens) == list(range(bounds[-1]))
 
 
 # --- the gated delta rule ---

@@ -6,8 +6,10 @@ tiling: every document's real tokens lie in one row, so a token's place in its r
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -71,24 +73,19 @@ class SoftmaxAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         bounds = check_cu_seqlens(cu_seqlens, hidden)
-        lengths = None if bounds is None else [b - a for a, b in itertools.pairwise(bounds)]
         read = None if memory is None else memory.read()
-        past = self._past(k, v, read, lengths)
-        if hidden.shape[1] == 0:
-            o = v.new_zeros(*v.shape[:2], self.heads, v.shape[3])
-        else:
-            longest = hidden.shape[1] if lengths is None else max(lengths)
-            tiling = Tiling(k.shape[0], k.shape[1], longest, mask=mask, bounds=bounds, device=k.device)
-            o, past = self._attend(q, k, v, past, tiling, keep=memory is not None, fresh=not read)
+        past = self._past(k, v, read, k.shape[0] if bounds is None else len(bounds) - 1)
+        window = self._window(training=self.training and memory is None)
+        run = functools.partial(self._attend, window=window, keep=memory is not None, fresh=not read)
+        o, past = (run if bounds is None else functools.partial(by_length, run))(q, k, v, past, mask, bounds)
         if memory is not None:
             memory.write(**past._asdict())
         return self.o_proj(o.flatten(-2))
 
-    def _past(self, k: Tensor, v: Tensor, read: dict[str, Tensor] | None, lengths: list[int] | None) -> KeyValues:
+    def _past(self, k: Tensor, v: Tensor, read: dict[str, Tensor] | None, documents: int) -> KeyValues:
         """What earlier calls left: the tensors read from the memory, or no token at all."""
         if read:
             return KeyValues(**read)
-        documents = k.shape[0] if lengths is None else len(lengths)
         kept = self.window if read is not None and self.window is not None else 0
         return KeyValues(
             k.new_zeros(documents, self.groups, kept, k.shape[3]),
@@ -97,14 +94,28 @@ class SoftmaxAttention(nn.Module):
         )
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, past: KeyValues, tiling: Tiling, keep: bool, fresh: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        past: KeyValues,
+        mask: Tensor | None,
+        bounds: list[int] | None,
+        *,
+        window: int | None,
+        keep: bool,
+        fresh: bool,
     ) -> tuple[Tensor, KeyValues]:
         """q `[B, T, H, K]`, k, v `[B, T, G, .]`: what each token reads `[B, T, H, V]`, and what to keep."""
+        batch, tokens = q.shape[:2]
+        if tokens == 0:
+            return v.new_zeros(batch, 0, self.heads, v.shape[3]), past
+        longest = tokens if bounds is None else max(b - a for a, b in itertools.pairwise(bounds))
+        tiling = Tiling(batch, tokens, longest, mask=mask, bounds=bounds, device=q.device)
         past = KeyValues(*(tiling.enter(x) for x in past))
         active = tiling.steps[0]  # documents without a token come last and have no row
         q, k, v = (tiling.tile(x).unflatten(0, (active, -1)) for x in (q, k, v))
         position = past.count[:active, None] + torch.arange(tiling.chunk, device=q.device)
-        window = self._window(training=self.training and not keep)
         q = self._scale(rotary(q, position, self.config.rotary_base), position, window)
         k = rotary(k, position, self.config.rotary_base)
         if fresh:
@@ -158,6 +169,45 @@ class SoftmaxAttention(nn.Module):
             )
             rows.append(torch.where((position >= 0)[:, None, :, None], row, 0))
         return KeyValues(rows[0], rows[1], count)
+
+
+def by_length(
+    run: Callable[..., tuple[Tensor, KeyValues]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    past: KeyValues,
+    mask: Tensor | None,
+    bounds: list[int],
+) -> tuple[Tensor, KeyValues]:
+    """`run` on packed documents of similar length at a time, so that no row is padded to more than twice its length."""
+    groups: dict[int, list[int]] = {}
+    for n, (start, end) in enumerate(itertools.pairwise(bounds)):
+        groups.setdefault((end - start).bit_length(), []).append(n)
+    if len(groups) == 1:
+        return run(q, k, v, past, mask, bounds)
+    order = [n for group in groups.values() for n in group]
+    outputs, pasts, tokens = [], [], []
+    for group in groups.values():
+        own = torch.tensor([t for n in group for t in range(bounds[n], bounds[n + 1])], dtype=torch.long).to(q.device)
+        rows = torch.tensor(group, device=q.device)
+        o, new = run(
+            *(x.index_select(1, own) for x in (q, k, v)),
+            KeyValues(*(x.index_select(0, rows) for x in past)),
+            None if mask is None else mask.index_select(1, own),
+            [0, *itertools.accumulate(bounds[n + 1] - bounds[n] for n in group)],
+        )
+        outputs.append(o)
+        pasts.append(new)
+        tokens.append(own)
+    size = max(new.k.shape[2] for new in pasts)
+    back = torch.argsort(torch.tensor(order)).to(q.device)
+    k, v = (
+        torch.cat([F.pad(rows, (0, 0, 0, size - rows.shape[2])) for rows in parts])[back]
+        for parts in zip(*(new[:2] for new in pasts), strict=True)
+    )
+    count = torch.cat([new.count for new in pasts])[back]
+    return torch.cat(outputs, 1).index_select(1, torch.argsort(torch.cat(tokens))), KeyValues(k, v, count)
 
 
 def rotary(x: Tensor, position: Tensor, base: float) -> Tensor:
