@@ -30,7 +30,7 @@ class Row:
 
 def small_options() -> dict[str, Any]:
     """The options of every family, as small as in its architectures' `tiny()`."""
-    options: dict[str, Any] = {"attention_window": 6, "training_length": 8}
+    options: dict[str, Any] = {"attention_window": 6, "training_length": 8, "pkm_subkeys": 8, "pkm_top_k": 3}
     for architecture in fwzoo.registry.architectures().values():
         tiny = architecture.tiny()
         options.update({name: getattr(tiny, name) for name in architecture.options()})
@@ -116,6 +116,7 @@ ROWS = [
             "feed_forwards": every(fwzoo.registry.feed_forward_names()),
             "linear_decay": "token",
             "logit_scaling": "ssmax",
+            "fwmlp_lr": 0.2,
         },
     ),
 ]
