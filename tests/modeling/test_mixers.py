@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 import fwzoo
 from compare import error
+from fwzoo.kernels.falcon import RULES
 from fwzoo.modeling.cache import CACHE_KEY
 from fwzoo.modeling.mixers.attention import KeyValues, attend, attend_at, by_length, slots
-from rows import Row
+from rows import ROWS, Row
 
 
 def layer(mixer: str, **options: Any) -> Any:
@@ -303,6 +304,34 @@ def test_learned_decay_starts_at_its_initial_value() -> None:
         model = fwzoo.Falcon1ForCausalLM(config)
         decay = model.model.layers[0].mixer._log_decay(torch.zeros(1, 1, 32)).exp()
         assert decay.shape == (1, 1, 2) and error(decay, torch.full_like(decay, 0.999)) < 1e-6
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.name not in RULES], ids=lambda row: row.name)
+def test_autocast_keeps_state_and_operators_in_float32(row: Row) -> None:
+    model, tokens = row.model().train(), ids(2, 40)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(tokens, labels=tokens).loss
+        _, cache = stream(model.eval(), tokens, [17])
+        generated = model.generate(tokens[:, :9], max_new_tokens=5, do_sample=False)
+    loss.backward()
+    assert generated.shape == (2, 14) and error(loss, model(tokens, labels=tokens).loss) < 0.05
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    states = [x for layer in cache.layers for name, x in layer.tensors.items() if name in ("mixer.S", "mixer.z")]
+    assert all(x.dtype == torch.float32 for x in states)
+
+
+@pytest.mark.parametrize("level", ["reference", "chunk"])
+def test_autocast_does_not_reach_the_operators(level: str) -> None:
+    q, k, v = (torch.rand(2, 40, 2, 8) for _ in range(3))
+    gates = -torch.rand(2, 40, 2), torch.rand(2, 40, 2)
+    for call in (
+        lambda: fwzoo.kernels.gated_delta(q, F.normalize(k, dim=-1), v, *gates, level=level),
+        lambda: fwzoo.kernels.linear_attention(q, k, v, level=level),
+    ):
+        expected, state = call()
+        with torch.autocast("cpu", torch.bfloat16):
+            found, new = call()
+        assert torch.equal(found, expected) and all(torch.equal(x, y) for x, y in zip(new, state, strict=True))
 
 
 def test_state_bytes_are_those_of_the_documented_formulas() -> None:

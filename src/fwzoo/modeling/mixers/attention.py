@@ -71,7 +71,7 @@ class SoftmaxAttention(nn.Module):
             for proj, heads in ((self.q_proj, self.heads), (self.k_proj, self.groups), (self.v_proj, self.groups))
         )
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)  # autocast computes norms in float32
         bounds = check_cu_seqlens(cu_seqlens, hidden)
         read = None if memory is None else memory.read()
         past = self._past(k, v, read, k.shape[0] if bounds is None else len(bounds) - 1)

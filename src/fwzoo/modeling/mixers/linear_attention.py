@@ -50,8 +50,8 @@ class LinearAttentionMixer(FastWeightMixer):
         if not past and config.linear_initial_state == "identity":
             past = self._identity(q, q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
         o, state = linear_attention(
-            feature(q),
-            feature(k),
+            feature(q).to(v.dtype),  # autocast computes some feature maps in float32
+            feature(k).to(v.dtype),
             v,
             self._log_decay(hidden),
             normalize=config.linear_normalize,
