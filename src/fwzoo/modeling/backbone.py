@@ -12,6 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import TransformersKwargs, logging
 from transformers.utils.generic import can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
 
 from .. import registry
 from ..configuration.base import FwzooConfig
@@ -71,6 +72,7 @@ class FwzooPreTrainedModel(PreTrainedModel):
     _no_split_modules: ClassVar[list[str]] = ["FwzooBlock"]
     _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values", "cache", "layer_past"]
     _is_stateful = False
+    _can_record_outputs: ClassVar[dict[str, type]] = {"hidden_states": FwzooBlock}
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -117,7 +119,7 @@ class FwzooModel(FwzooPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    @can_return_tuple
+    @capture_outputs
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -129,7 +131,6 @@ class FwzooModel(FwzooPreTrainedModel):
         cache: FastWeightCache | None = None,
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
-        output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Hidden states of the last layer.
@@ -142,7 +143,8 @@ class FwzooModel(FwzooPreTrainedModel):
             use_cache: return the cache; default: `config.use_cache` outside of training.
             cu_seq_lens_q: int `[S + 1]`, boundaries of documents packed into a batch of one.
             seq_idx: `[1, T]`, document number of every token; the same as cu_seq_lens_q.
-            output_hidden_states: also return the input of every block and the final states.
+            kwargs: keywords of transformers' tools; `output_hidden_states` (True, or layer numbers) also returns the input
+                of every block and the final states.
 
         Raises:
             ValueError, TypeError: an argument has a wrong type, shape or value; the message names it.
@@ -168,18 +170,13 @@ class FwzooModel(FwzooPreTrainedModel):
         sequences = inputs_embeds.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         if past is not None and past.batch_size not in (-1, sequences):
             raise ValueError(f"{CACHE_KEY} holds {past.batch_size} sequences; this call has {sequences}")
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
 
         hidden = inputs_embeds
-        states = []
         for index, layer in enumerate(self.layers):
-            states.append(hidden)
             hidden = layer(hidden, mask, cu_seqlens, layer_past=None if past is None else past.layers[index])
         hidden = self.norm(hidden)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden,
-            hidden_states=(*states, hidden) if output_hidden_states else None,
             **{CACHE_KEY: past if use_cache else None},
         )
 
@@ -287,7 +284,6 @@ class FwzooForCausalLM(FwzooPreTrainedModel, GenerationMixin):
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
-        output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Next-token logits, and the loss where labels are given.
@@ -309,7 +305,6 @@ class FwzooForCausalLM(FwzooPreTrainedModel, GenerationMixin):
             cache=cache,
             cu_seq_lens_q=cu_seq_lens_q,
             seq_idx=seq_idx,
-            output_hidden_states=output_hidden_states,
             return_dict=True,
             **kwargs,
         )
