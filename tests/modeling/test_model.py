@@ -197,6 +197,8 @@ def test_outputs_are_those_of_a_transformers_model(row: Row) -> None:
         assert out.logits.shape == (2, 12, 384)
         assert len(out.hidden_states) == model.config.num_hidden_layers + 1
         assert torch.equal(model.lm_head(out.hidden_states[-1]), out.logits)
+        shifted = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
+        assert torch.equal(model(tokens, shift_labels=shifted).loss, out.loss)
         assert torch.equal(model(tokens, logits_to_keep=3).logits, out.logits[:, -3:])
         assert torch.equal(model(tokens, logits_to_keep=torch.tensor([0, 5])).logits, out.logits[:, [0, 5]])
         embeds = model.get_input_embeddings()(tokens)

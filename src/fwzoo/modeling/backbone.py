@@ -284,12 +284,14 @@ class FwzooForCausalLM(FwzooPreTrainedModel, GenerationMixin):
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
+        shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Next-token logits, and the loss where labels are given.
 
         Args:
             labels: int64 `[B, T]`, the input ids themselves (they are shifted here); -100 is ignored.
+            shift_labels: labels that are shifted already, `[B, T]`; they take the place of `labels` in the loss.
             logits_to_keep: compute logits of the last n positions only (0: all), or of an index tensor.
             kwargs: `num_items_in_batch`, the number of labels to divide the summed loss by, and other keywords that
                 transformers' tools pass.
@@ -312,12 +314,13 @@ class FwzooForCausalLM(FwzooPreTrainedModel, GenerationMixin):
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(hidden[:, keep, :])
         loss = None
-        if labels is not None:
-            if labels.shape != hidden.shape[:2]:
+        if labels is not None or shift_labels is not None:
+            if labels is not None and labels.shape != hidden.shape[:2]:
                 raise ValueError(f"labels has shape {list(labels.shape)}; it must be [B, T] = {list(hidden.shape[:2])}")
             loss = self.loss_function(
                 logits=logits,
                 labels=labels,
+                shift_labels=shift_labels,
                 vocab_size=self.config.vocab_size,
                 num_items_in_batch=kwargs.get("num_items_in_batch"),
             )
