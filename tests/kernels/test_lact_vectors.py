@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from lact_cases import VECTORS, load, run
+from lact_cases import VECTORS, beyond, load, run
 from torch import Tensor
 
-from compare import errors, too_large
+from compare import errors
 from fwzoo.kernels import LactState, lact
 
 paths = pytest.mark.parametrize("path", VECTORS, ids=[path.stem for path in VECTORS])
@@ -34,8 +34,8 @@ def test_chunk_float32(path: Path) -> None:
     options, given, expected = load(path)
     plain = run(given, {**options, "level": "reference"}, torch.float32)
     found = run(given, {**options, "level": "chunk"}, torch.float32)
-    wrong = too_large({n: found[n] for n in expected}, expected, {n: plain[n] for n in expected}, torch.float32)
-    assert not wrong, wrong
+    found, plain = ({name: results[name] for name in expected} for results in (found, plain))
+    assert not (wrong := beyond(found, expected, plain, torch.float32, options)), wrong
 
 
 # --- negative controls: each plausible mistake must fail the comparison above on at least one vector ---

@@ -298,6 +298,19 @@ def test_bfloat16_stays_near_float32(row: Row) -> None:
     assert (narrow.float() - exact).pow(2).mean().sqrt() < 0.1 * exact.std()
 
 
+@rows
+def test_autocast_trains_and_leaves_the_fast_weights_in_float32(row: Row) -> None:
+    model, tokens = row.model().train(), ids(2, 40)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(tokens, labels=tokens).loss
+        _, cache = stream(model, tokens, [17])
+    loss.backward()
+    assert error(loss, model(tokens, labels=tokens).loss) < 0.01
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    weights = [x for layer in cache.layers for name, x in layer.tensors.items() if name in ("mixer.S", "mixer.w0")]
+    assert weights and all(x.dtype == torch.float32 for x in weights)
+
+
 def test_state_bytes_and_kernel_report() -> None:
     model = ROWS[0].model()
     c = model.config

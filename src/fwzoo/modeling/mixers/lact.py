@@ -128,7 +128,7 @@ class LactMixer(nn.Module):
                 # with the heads of the attention, whose angles the memory shares
                 x = rotary(self._attention_heads(x.flatten(-2)), positions, config.rope_theta).view_as(x)
             inputs.append(x)
-        return [*inputs, v.unflatten(-1, (self.heads, -1))]
+        return [*inputs, v.to(inputs[0].dtype).unflatten(-1, (self.heads, -1))]
 
     def _rates(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """The three rates `[B, T, H, 1 or d]` of every token, float32 or wider."""
