@@ -30,10 +30,10 @@ quickstart: setup
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/fwzoo quickstart
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not gpu' $(PYTEST_OPTIONS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 
 test-oldest: $(OLDEST)/installed
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -m 'not gpu' $(PYTEST_OPTIONS) $(OLDEST_TESTS)
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest $(PYTEST_OPTIONS) $(OLDEST_TESTS)
 
 test-gpu: setup
 	$(BIN)/python -m pytest -m gpu

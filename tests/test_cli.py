@@ -299,8 +299,8 @@ BAD_INPUT = {
     "dataset does not exist": ("train --dataset ./none --out new", "--dataset: .*'./none'.*does not load"),
     "text does not exist": ("train nowhere.txt --out new", r"nowhere\.txt.* does not exist"),
     "text is a folder": ("train . --out new", "is a folder"),
-    "text is empty": ("train empty.txt --out new --steps 1 {tiny}", "no text to train on"),
-    "text is no json": ("train bad.jsonl --out new --steps 1 {tiny}", r"bad\.jsonl.* line 1 is not JSON"),
+    "text is empty": ("train empty.txt --out new --steps 1 {tiny}", "SOURCES: .*no text to train on"),
+    "text is no json": ("train bad.jsonl --out new --steps 1 {tiny}", r"SOURCES: .*bad\.jsonl.* line 1 is not JSON"),
     "json lacks the column": ("train other.jsonl --out new --steps 1 {tiny}", "no text under 'text'"),
     "out is a file": ("train text.txt --out text.txt", "--out: 'text.txt' is a file"),
     "out is not empty": ("train text.txt --out full", "--out: 'full' is not empty.*--resume"),
@@ -404,3 +404,13 @@ def test_resume_refuses_another_run(fwzoo_command, tmp_path, text_file):
     code, _, err = fwzoo_command("train", "--resume", "--out", out, "--sequence-length", 32)
     assert code == 2
     assert "--sequence-length: the run was begun with 64, not 32" in err
+
+
+def test_training_without_accelerate_says_what_to_install(fwzoo_command, tmp_path, text_file, monkeypatch):
+    def refuse(**_):
+        raise ImportError("Using the `Trainer` requires accelerate")
+
+    monkeypatch.setattr("fwzoo.training.trainer.TrainingArguments", refuse)
+    code, _, err = fwzoo_command("train", text_file, "--out", tmp_path / "run", *TINY)
+    assert code == 2
+    assert "pip install 'fwzoo[train]'" in err

@@ -29,7 +29,7 @@ from fwzoo.training.data import (
     pack,
 )
 from fwzoo.training.sample_text import pydoc_topics
-from fwzoo.training.trainer import PackedTrainer, Schedule, train
+from fwzoo.training.trainer import PackedTrainer, RunError, Schedule, train
 
 TOKENIZER = load_tokenizer("bytes")
 END = TOKENIZER.eos_token_id
@@ -278,12 +278,12 @@ def test_resuming_with_another_place_in_the_data_is_noticed(whole_run, tmp_path,
 
 
 def test_nothing_to_resume_from(tmp_path):
-    with pytest.raises(ValueError, match="has no checkpoint to resume from"):
+    with pytest.raises(RunError, match="has no checkpoint to resume from"):
         run(tmp_path, resume=True)
 
 
 def test_a_finished_run_is_not_trained_further(whole_run):
-    with pytest.raises(ValueError, match="is trained for 8 steps already"):
+    with pytest.raises(RunError, match="is trained for 8 steps already"):
         run(whole_run[0], resume=True)
 
 

@@ -68,16 +68,15 @@ def _zero_state(arguments: dict[str, Tensor], options: dict[str, Any], dtype: to
     q, v = arguments["q"], arguments["v"]
     documents = len(arguments["cu_seqlens"]) - 1 if "cu_seqlens" in arguments else q.shape[0]
     window = options.get("window", 4) if RULES[options["rule"]].sliding else 1
-    zeros = torch.zeros
+    heads, k_size, v_size, device = q.shape[2], q.shape[3], v.shape[3], q.device
+    wide = torch.promote_types(dtype, torch.float32)
     return FalconState(
-        zeros(
-            documents, q.shape[2], q.shape[3], v.shape[3], dtype=torch.promote_types(dtype, torch.float32)
-        ).requires_grad_(),
-        zeros(documents, q.shape[2], q.shape[3], dtype=dtype),
-        zeros(documents, dtype=torch.bool),
-        zeros(documents, window - 1, q.shape[2], q.shape[3], dtype=dtype),
-        zeros(documents, window - 1, v.shape[2], v.shape[3], dtype=dtype),
-        zeros(documents, dtype=torch.long),
+        torch.zeros(documents, heads, k_size, v_size, dtype=wide, device=device).requires_grad_(),
+        torch.zeros(documents, heads, k_size, dtype=dtype, device=device),
+        torch.zeros(documents, dtype=torch.bool, device=device),
+        torch.zeros(documents, window - 1, heads, k_size, dtype=dtype, device=device),
+        torch.zeros(documents, window - 1, heads, v_size, dtype=dtype, device=device),
+        torch.zeros(documents, dtype=torch.long, device=device),
     )
 
 

@@ -164,3 +164,24 @@ def test_pipeline() -> None:
 
     text = pipeline("text-generation", model=ROWS[3].model(), tokenizer=ByT5Tokenizer())("Hello", max_new_tokens=5)
     assert text[0]["generated_text"].startswith("Hello")
+
+
+@pytest.mark.gpu
+@rows
+def test_on_a_gpu(row: Row) -> None:
+    """The same tokens as on the CPU in float64; beams, padding, rewinding and bf16 training run."""
+    model, prompt = row.model().double(), ids(2, 17)
+    expected = model.generate(prompt, **GREEDY)
+    model.cuda()
+    assert torch.equal(model.generate(prompt.cuda(), **GREEDY).cpu(), expected)
+    a, b = (model.generate(prompt.cuda(), use_cache=use, **BEAMS) for use in (True, False))
+    assert torch.equal(a.sequences, b.sequences)
+    one = prompt[:1].cuda()
+    looked_up = model.generate(one, prompt_lookup_num_tokens=4, **GREEDY)
+    assert torch.equal(looked_up, model.generate(one, **GREEDY))
+    model.to(torch.bfloat16).train()
+    tokens = ids(2, 200).cuda()
+    mask = torch.ones_like(tokens)
+    mask[0, :30] = mask[1, 90:95] = 0
+    model(tokens, attention_mask=mask, labels=tokens).loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())

@@ -1,5 +1,8 @@
 """`fwzoo quickstart`: the whole way from text to a model that generates, in a few minutes on a CPU."""
 
+import os
+import shutil
+import sys
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -13,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_se
 from fwzoo.training.baselines import ByteModel
 from fwzoo.training.data import PackedRows, Texts, encode, load_tokenizer
 from fwzoo.training.sample_text import pydoc_topics
-from fwzoo.training.trainer import Outcome, Schedule, train
+from fwzoo.training.trainer import Outcome, RunError, Schedule, train
 
-from .common import empty_folder, quiet_transformers, versions
+from .common import bad, empty_folder, quiet_transformers, versions
 
 ARCHITECTURE = "falcon3a"
 SIZES = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 384}
@@ -47,25 +50,28 @@ def run(out: Path, steps: int, minutes: float, seed: int) -> None:
         f"CPython's help topics; at most {steps} steps or {minutes:g} minutes",
         soft_wrap=True,
     )
-    outcome = train(
-        model,
-        tokenizer,
-        PackedRows(Texts(text.train), tokenizer, SEQUENCE_LENGTH, seed=seed),
-        out,
-        Schedule(
-            steps=steps,
-            minutes=minutes,
-            batch_size=4,
-            lr=4e-3,
-            warmup=min(20, steps // 10),
-            seed=seed,
-            eval_every=max(1, steps // 4),
-            log_every=max(1, min(10, steps // 10)),
-        ),
-        list(PackedRows(Texts(text.held_out), tokenizer, SEQUENCE_LENGTH)),
-        console=console,
-        lines=baselines,
-    )
+    try:
+        outcome = train(
+            model,
+            tokenizer,
+            PackedRows(Texts(text.train), tokenizer, SEQUENCE_LENGTH, seed=seed),
+            out,
+            Schedule(
+                steps=steps,
+                minutes=minutes,
+                batch_size=4,
+                lr=4e-3,
+                warmup=min(20, steps // 10),
+                seed=seed,
+                eval_every=max(1, steps // 4),
+                log_every=max(1, min(10, steps // 10)),
+            ),
+            list(PackedRows(Texts(text.held_out), tokenizer, SEQUENCE_LENGTH)),
+            console=console,
+            lines=baselines,
+        )
+    except RunError as error:
+        raise bad("quickstart", str(error)) from error
     if outcome.interrupted:
         console.print("stopped before the end; nothing to compare")
         raise typer.Exit(130)
@@ -91,15 +97,17 @@ def run(out: Path, steps: int, minutes: float, seed: int) -> None:
 
     (out / "README.md").write_text(_card(model.num_parameters(), baselines, outcome, bits), encoding="utf-8")
     console.print(f"wrote {out}: model, tokenizer, README.md (model card), loss.json, loss.png", soft_wrap=True)
-    console.print(
-        "try next:\n"
-        f"  fwzoo generate {out}              type lines, the model goes on\n"
-        f"  fwzoo info {out}                  layers, parameters, bytes of memory\n"
-        "  fwzoo train FILE.txt --out DIR    your own text; `fwzoo train --help`\n"
-        "  fwzoo archs                       what else there is",
-        soft_wrap=True,
-        highlight=False,
-    )
+    fwzoo = "fwzoo" if shutil.which("fwzoo") else os.path.relpath(sys.argv[0])  # as a reader can type it
+    hints = {
+        f"{fwzoo} generate {out}": "type lines, the model goes on",
+        f"{fwzoo} info {out}": "layers, parameters, bytes of memory",
+        f"{fwzoo} train FILE.txt --out DIR": f"your own text; see `{fwzoo} train --help`",
+        f"{fwzoo} archs": "what else there is",
+    }
+    width = max(map(len, hints))
+    console.print("try next:")
+    for command, effect in hints.items():
+        console.print(f"  {command:{width}}  {effect}", soft_wrap=True, highlight=False)
     if bits >= baselines["byte bigram"]:
         console.print("the model does not beat the bigram baseline: train longer (--minutes, --steps)")
         raise typer.Exit(1)

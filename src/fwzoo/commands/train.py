@@ -11,7 +11,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase, set_seed
 
 from fwzoo.training.data import Files, HubDataset, PackedRows, Row, Share, Source, SourceError, load_tokenizer
-from fwzoo.training.trainer import Schedule, train
+from fwzoo.training.trainer import RunError, Schedule, train
 
 from .common import bad, blamed_on, empty_folder, known_architecture, make_config, quiet_transformers, read_config
 
@@ -89,10 +89,11 @@ def run(context: typer.Context) -> None:
         out.mkdir(parents=True, exist_ok=True)
         (out / OPTIONS_FILE).write_text(json.dumps(asdict(options), indent=2) + "\n")
         console.print(f"{config.model_type}, {model.num_parameters():,} parameters, {schedule.steps:,} steps")
-        with blamed_on("--resume" if resume else "--out"):
-            outcome = train(model, tokenizer, rows, out, schedule, eval_rows, resume=resume, console=console)
+        outcome = train(model, tokenizer, rows, out, schedule, eval_rows, resume=resume, console=console)
     except SourceError as error:
-        raise bad("text", str(error)) from error
+        raise bad("SOURCES", str(error)) from error
+    except RunError as error:
+        raise bad("--resume" if resume else "train", str(error)) from error
     if outcome.interrupted:
         console.print(f"saved {outcome.checkpoint}; go on with: fwzoo train --resume --out {out}", soft_wrap=True)
         raise typer.Exit(130)

@@ -58,6 +58,10 @@ class Schedule:
     gradient_checkpointing: bool = False
 
 
+class RunError(ValueError):
+    """A run that cannot begin: a sentence with what is wrong and what is allowed."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a run left: the metrics of its last evaluation (if any), and the step and checkpoint it reached."""
@@ -250,17 +254,17 @@ def train(
         lines: values to draw into the loss curve, in its unit.
 
     Raises:
-        ValueError: there is no checkpoint to resume from or it has all the steps, or accelerate is missing.
+        RunError: there is no checkpoint to resume from or it has all the steps, or accelerate is missing.
         SourceError: a source cannot be read or holds no text.
     """
     checkpoint = get_last_checkpoint(str(out)) if out.is_dir() else None
     if resume and checkpoint is None:
-        raise ValueError(f"out {str(out)!r} has no checkpoint to resume from.")
+        raise RunError(f"out {str(out)!r} has no checkpoint to resume from.")
     if (
         resume
         and (done := TrainerState.load_from_json(f"{checkpoint}/{TRAINER_STATE_NAME}").global_step) >= schedule.steps
     ):
-        raise ValueError(f"out {str(out)!r} is trained for {done} steps already; allowed are more steps than that.")
+        raise RunError(f"out {str(out)!r} is trained for {done} steps already; allowed are more steps than that.")
     unit = loss_unit(tokenizer)
     console = console or Console()
     limit = None if schedule.minutes is None else TimeLimit(schedule.minutes)
@@ -292,7 +296,7 @@ def train(
             disable_tqdm=True,
         )
     except ImportError as error:
-        raise ValueError("training needs the accelerate library: pip install 'fwzoo[train]'.") from error
+        raise RunError("training needs the accelerate library: pip install 'fwzoo[train]'.") from error
     trainer = PackedTrainer(
         unit,
         model=model,

@@ -221,45 +221,98 @@ def regression_form(
     window: int,
     read_after_write: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Residuals by one unit-lower-triangular solve a chunk, for S_0 and for v at once; C * W unknown rows.
+    """Residuals of all chunks at once, as an affine function of S_0: e = from_v + from_S S_0; then a scan over chunks.
 
     e_{s,j} = v_j - exp(u_{s-1}) S_0^T x_j - sum_{s' < s} exp(u_{s-1} - u_{s'}) c_{s'} sum_{j'} (x_j . x_{j'}) e_{s',j'}
     """
-    rows, chunk = q.shape[:2]
-    v_size = v.shape[2]
+    sizes = (v.shape[2], x.shape[2])
     decay = _decay_matrix(log_decay)
     from_start = log_decay.cumsum(1).exp()
-    earlier = _one_later(decay, 0) * strength[:, None]
-    gram = (x @ x.transpose(1, 2)).unfold(1, window, 1).unfold(2, window, 1)
-    system = (gram * earlier[..., None, None]).transpose(2, 3).reshape(rows, chunk * window, chunk * window)
-    sides = torch.cat([_windows(v, window), _windows(x, window) * _one_later(from_start, 1)[..., None, None]], -1)
-    residual = torch.linalg.solve_triangular(system, sides.flatten(1, 2), upper=False, unitriangular=True)
-    at_end = (strength * decay[:, -1])[..., None, None]
-    folded = _fold(residual.view(rows, chunk, window, -1) * at_end)
-    new, removed = folded.split([v_size, folded.shape[-1] - v_size], -1)
-
-    def update(S: Tensor, kept: Tensor, x: Tensor, new: Tensor, removed: Tensor) -> Tensor:
-        return torch.baddbmm(kept * S, x.transpose(1, 2), torch.baddbmm(new, removed, S, alpha=-1))
-
-    before, S = scan_steps(update, S, (from_start[:, -1:, None], x, new, removed), steps, heads)
     weight = decay * strength[:, None]
+    earlier = _one_later(weight, 0)
+    gram = x @ x.transpose(1, 2)
+    read = -x * F.pad(_one_later(from_start, 1), (window - 1, 0), value=1.0)[..., None]
+    if window == 1:
+        sides = torch.cat([v, read], -1)
+        residual = torch.linalg.solve_triangular(gram * earlier, sides, upper=False, unitriangular=True)[:, :, None]
+    else:
+        newest = gram[:, window - 1 :].unfold(2, window, 1) * earlier[..., None]
+        within = torch.diagonal(gram.unfold(1, window, 1).unfold(2, window, 1), dim1=1, dim2=2).permute(0, 3, 1, 2)
+        residual = _WindowSolve.apply(v, read, newest, within * strength[..., None, None], log_decay.exp())
+    folded = _fold(residual * weight[:, -1, :, None, None])
+    from_v, from_S = folded.split(sizes, -1)
+
+    def update(S: Tensor, kept: Tensor, x: Tensor, from_v: Tensor, from_S: Tensor) -> Tensor:
+        return torch.baddbmm(kept * S, x.transpose(1, 2), torch.baddbmm(from_v, from_S, S))
+
+    before, S = scan_steps(update, S, (from_start[:, -1:, None], x, from_v, from_S), steps, heads)
     if not read_after_write:
-        weight, from_start = _one_later(weight, 0), _one_later(from_start, 1)
+        weight, from_start = earlier, _one_later(from_start, 1)
     scores = (q @ x.transpose(1, 2)).unfold(2, window, 1) * weight[..., None]
-    from_v, from_S = residual.split([v_size, residual.shape[-1] - v_size], -1)
-    written = torch.baddbmm(from_v, from_S, before, alpha=-1)
+    from_v, from_S = residual.flatten(1, 2).split(sizes, -1)
+    written = torch.baddbmm(from_v, from_S, before)
     o = torch.baddbmm((q * from_start[..., None]) @ before, scores.flatten(2), written)
     return o, S
 
 
+class _WindowSolve(torch.autograd.Function):
+    """Residuals of every window by forward substitution over the tokens of a chunk, for all chunks at once.
+
+    The read R_j = S^T x_j of every key in the window is kept: formed once, when the key enters, from all earlier
+    residuals, then updated by R_j <- gamma_t R_j + c_t sum_{j'} (x_j . x_{j'}) e_{t,j'}. The residual is v_j - R_j. The last
+    K columns are the factor of S_0. Backward runs the same recursion transposed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, v: Tensor, read: Tensor, newest: Tensor, within: Tensor, gamma: Tensor) -> Tensor:
+        """v `[R, E, V]`; read: minus what a key reads of S_0 when it enters, `[R, E, K]`; newest: weight of each earlier
+        residual in the read of the key that enters, `[R, C, C, W]`; within: c_t times the window's Gram matrix,
+        `[R, C, W, W]`; gamma `[R, C]`. Returns the residuals `[R, C, W, V + K]`.
+        """
+        rows, chunk, _, window = newest.shape
+        first = torch.cat([v, read], -1)
+        targets = F.pad(v, (0, read.shape[2]))
+        residual = first.new_empty(rows, chunk, window, first.shape[2])
+        residual[:, 0] = first[:, :window]
+        for t in range(1, chunk):
+            last = residual[:, t - 1]
+            kept = (last - targets[:, t - 1 : t - 1 + window]) * gamma[:, t - 1, None, None]
+            kept = torch.baddbmm(kept, within[:, t - 1], last, alpha=-1)[:, 1:]
+            entering = newest[:, t, :t].flatten(1)[:, None] @ residual[:, :t].flatten(1, 2)
+            residual[:, t, :-1] = targets[:, t : t + window - 1] + kept
+            residual[:, t, -1] = first[:, t + window - 1] - entering[:, 0]
+        ctx.save_for_backward(targets, newest, within, gamma, residual)
+        ctx.key_size = read.shape[2]
+        return residual
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        targets, newest, within, gamma, residual = ctx.saved_tensors
+        rows, chunk, _, window = newest.shape
+        columns = targets.shape[2] - ctx.key_size
+        d_residual = grads[0].clone()
+        d_newest, d_within = torch.zeros_like(newest), torch.zeros_like(within)
+        d_gamma, d_first = torch.zeros_like(gamma), torch.zeros_like(targets)
+        for t in range(chunk - 1, 0, -1):
+            d_new, d_kept = d_residual[:, t, -1:], F.pad(d_residual[:, t, :-1], (0, 0, 1, 0))
+            earlier, last = residual[:, :t].flatten(1, 2), residual[:, t - 1]
+            d_first[:, t + window - 1] += d_new[:, 0]
+            d_newest[:, t, :t] = -(d_new @ earlier.transpose(1, 2)).view(rows, t, window)
+            d_residual[:, :t] -= newest[:, t, :t, :, None] * d_new[:, None]
+            # rows that stay: target of the row now, minus gamma times the read before, minus what was written
+            shown = last - targets[:, t - 1 : t - 1 + window]
+            d_gamma[:, t - 1] = (d_kept * shown).sum((1, 2))
+            d_within[:, t - 1] = -(d_kept @ last.transpose(1, 2))
+            scaled = d_kept * gamma[:, t - 1, None, None]
+            d_residual[:, t - 1] += torch.baddbmm(scaled, within[:, t - 1].transpose(1, 2), d_kept, alpha=-1)
+            d_first[:, t : t + window - 1, :columns] += d_kept[:, 1:, :columns]
+            d_first[:, t - 1 : t - 1 + window, :columns] -= scaled[..., :columns]
+        d_first[:, :window] += d_residual[:, 0]
+        return d_first[..., :columns], d_first[..., columns:], d_newest, d_within, d_gamma
+
+
 # --- one decay a value column: rules 2 and 2A ---
-
-
-def _column_sums(log_decay: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums over the tokens before and after each one: u_{t-1} and u_C - u_t, `[R, C, V]` each, without cancellation."""
-    before = _one_later(log_decay.cumsum(1), 0)
-    after = _one_later(log_decay.flip(1).cumsum(1), 0).flip(1)
-    return before, after
 
 
 class _ColumnAttention(torch.autograd.Function):
@@ -273,8 +326,13 @@ class _ColumnAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, log_decay: Tensor, b: Tensor, read_after_write: bool) -> Tensor:
-        """scores `[R, C, C]`; log_decay, b `[R, C, V]`; C a power of two. Returns `[R, C, V]`."""
+    def forward(
+        ctx: Any, scores: Tensor, log_decay: Tensor, b: Tensor, read_after_write: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """scores `[R, C, C]`; log_decay, b `[R, C, V]`; C a power of two.
+
+        Returns o, `ahead` and `behind` of the whole chunk `[R, C, V]`, and the sum of its log-decay `[R, 1, V]`.
+        """
         rows, chunk, columns = b.shape
         saved = []
         o = torch.diagonal(scores, dim1=1, dim2=2)[..., None] * b if read_after_write else torch.zeros_like(b)
@@ -294,16 +352,15 @@ class _ColumnAttention(torch.autograd.Function):
             total = total.sum(2)
         ctx.save_for_backward(scores, b, *saved)
         ctx.read_after_write = read_after_write
-        return o
+        return o, ahead, behind, total.view(rows, 1, columns)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        (scores, b, *saved), d_o = ctx.saved_tensors, grads[0].contiguous()
+        scores, b, *saved = ctx.saved_tensors
+        d_o, d_ahead, d_behind, d_total = grads[0].contiguous(), grads[1].clone(), grads[2].clone(), grads[3]
         rows, chunk, columns = b.shape
         d_scores, d_b = torch.zeros_like(scores), torch.zeros_like(b)
-        d_ahead, d_behind = torch.zeros_like(b), torch.zeros_like(b)
-        d_total = b.new_zeros(rows, 1, columns)
         for level, half in reversed(list(enumerate(_halves(chunk)))):
             shape = (rows, chunk // (2 * half), 2, half, columns)
             from_left, to_right, rescaled, read = saved[4 * level : 4 * level + 4]
@@ -351,13 +408,10 @@ def inner_product_columns_form(
 ) -> tuple[Tensor, Tensor]:
     """Masked attention with one decay a column."""
     b = strength * v
-    until, after = _column_sums(log_decay)
-    kept = (until + log_decay)[:, -1:].exp()
-    written = x.transpose(1, 2) @ (b * after.exp())
-    before, S = scan_steps(lambda S, kept, new: torch.addcmul(new, kept, S), S, (kept, written), steps, heads)
-    from_start = (until + log_decay if read_after_write else until).exp()
-    o = _ColumnAttention.apply(q @ x.transpose(1, 2), log_decay, b, read_after_write)
-    return torch.addcmul(o, from_start, q @ before), S
+    o, ahead, behind, total = _ColumnAttention.apply(q @ x.transpose(1, 2), log_decay, b, read_after_write)
+    written = x.transpose(1, 2) @ (b * behind.exp())
+    before, S = scan_steps(lambda S, kept, new: torch.addcmul(new, kept, S), S, (total.exp(), written), steps, heads)
+    return torch.addcmul(o, ahead.exp(), q @ before), S
 
 
 class _ColumnSolve(torch.autograd.Function):
@@ -420,13 +474,13 @@ def regression_columns_form(
     b_i = eta_i * (v_i - exp(u_{i-1}) S_0^T x_i - sum_{j < i} (x_i . x_j) exp(u_{i-1} - u_j) * b_j)
     """
     chunk = q.shape[1]
-    until, after = _column_sums(log_decay)
-    upto = until + log_decay
+    upto = log_decay.cumsum(1)
+    until, after = _one_later(upto, 0), _one_later(log_decay.flip(1).cumsum(1), 0).flip(1)
     gram = x @ x.transpose(1, 2)
     with torch.no_grad():
-        lower = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril(-1)[..., None]
-        decay = torch.where(lower, until[:, :, None] - upto[:, None], -torch.inf).exp_()
-        inverse = _column_inverses(decay * gram[..., None] * strength[:, :, None])
+        upper = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu()[..., None]
+        decay = (until[:, :, None] - upto[:, None]).masked_fill_(upper, -torch.inf).exp_()
+        inverse = _column_inverses((decay * gram[..., None]).mul_(strength[:, :, None]))
     kept, to_end = upto[:, -1:].exp(), after.exp()
     gain, target = strength * until.exp(), strength * v
     written = []
@@ -442,6 +496,5 @@ def regression_columns_form(
 
     solve = (gram, log_decay, strength, decay, inverse)
     before, S = scan_steps(update, S, (kept, x, target, gain, to_end, *solve), steps, heads)
-    o = _ColumnAttention.apply(q @ x.transpose(1, 2), log_decay, torch.cat(written), read_after_write)
-    from_start = (until + log_decay if read_after_write else until).exp()
-    return torch.addcmul(o, from_start, q @ before), S
+    o, ahead, *_ = _ColumnAttention.apply(q @ x.transpose(1, 2), log_decay, torch.cat(written), read_after_write)
+    return torch.addcmul(o, ahead.exp(), q @ before), S
