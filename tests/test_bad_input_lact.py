@@ -102,7 +102,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str, str, str]] = {
     "config rates": (
         lambda: config(lact_rate_per_channel=True, lact_expansion=2), ValueError, "lact_expansion", "2", "must be 1"),
     "config muon": (lambda: config(lact_muon="yes"), ValueError, "lact_muon", "'yes'", "True"),
-    "config rotary": (lambda: config(rope_theta=0), ValueError, "rope_theta", "0", "greater than 0"),
+    "config rotary": (lambda: config(lact_rotary_base=0), ValueError, "lact_rotary_base", "0", "greater than 0"),
     "unknown preset": (lambda: fwzoo.LactConfig.preset("760b"), ValueError, "name", "'760b'", "did you mean '760m'"),
 }  # fmt: skip
 

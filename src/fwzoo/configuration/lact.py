@@ -39,7 +39,7 @@ class LactConfig(FwzooConfig):
         lact_nope: no rotary embedding in the memory branch.
         lact_qk_norm: RMSNorm of query and key over the whole width. lact_qkv_bias: bias of the projection.
         lact_qkv_silu: SiLU on the memory's query, key and value; lact_v_silu: on the value too.
-        rope_theta: base of the rotary embedding.
+        lact_rotary_base: base of the rotary embedding.
     """
 
     model_type = "lact"
@@ -61,7 +61,7 @@ class LactConfig(FwzooConfig):
     lact_qkv_bias: bool = False
     lact_qkv_silu: bool = True
     lact_v_silu: bool = True
-    rope_theta: float = 1e6
+    lact_rotary_base: float = 1e6
 
     @staticmethod
     def check_options(config: Any) -> None:
@@ -88,7 +88,7 @@ class LactConfig(FwzooConfig):
             raise ValueError(
                 f"lact_expansion is {config.lact_expansion!r}; it must be 1 with lact_rate_per_channel = True"
             )
-        for name in ("lact_init_gain", "rope_theta"):
+        for name in ("lact_init_gain", "lact_rotary_base"):
             if not getattr(config, name) > 0:
                 raise ValueError(f"{name} is {getattr(config, name)!r}; it must be greater than 0")
 

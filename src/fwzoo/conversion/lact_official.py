@@ -48,7 +48,7 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "ttt_prenorm": ("lact_prenorm", False),
     "ttt_nope": ("lact_nope", False),
     "fw_init_gain": ("lact_init_gain", 0.5),
-    "rope_theta": ("rope_theta", 10000.0),
+    "rope_theta": ("lact_rotary_base", 10000.0),
     "initializer_range": ("initializer_range", 0.006),
     "norm_eps": ("norm_eps", 1e-6),
     "tie_word_embeddings": ("tie_word_embeddings", False),

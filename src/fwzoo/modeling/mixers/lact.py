@@ -73,8 +73,8 @@ class LactMixer(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
 
         attended, window = window_attention(
-            rotary(self._attention_heads(q), positions, config.rope_theta),
-            rotary(self._attention_heads(k), positions, config.rope_theta),
+            rotary(self._attention_heads(q), positions, config.lact_rotary_base),
+            rotary(self._attention_heads(k), positions, config.lact_rotary_base),
             self._attention_heads(v),
             config.lact_window,
             past=window,
@@ -126,7 +126,7 @@ class LactMixer(nn.Module):
             x = (_wide(x) / (_wide(x).norm(dim=-1, keepdim=True) + NORM_EPS)).to(x.dtype)
             if not config.lact_nope:
                 # with the heads of the attention, whose angles the memory shares
-                x = rotary(self._attention_heads(x.flatten(-2)), positions, config.rope_theta).view_as(x)
+                x = rotary(self._attention_heads(x.flatten(-2)), positions, config.lact_rotary_base).view_as(x)
             inputs.append(x)
         return [*inputs, v.to(inputs[0].dtype).unflatten(-1, (self.heads, -1))]
 
