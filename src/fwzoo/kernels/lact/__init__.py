@@ -99,7 +99,8 @@ def _check_tokens(q: Tensor, k: Tensor, v: Tensor, rates: tuple[Tensor, ...], mo
             raise ValueError(f"{name} has dtype {x.dtype}; it must be {q.dtype}, like q")
     for i, x in enumerate(rates):
         contract.is_tensor(f"lr{i}", x, 4)
-        columns = x.shape[-1] if i == 0 and x.shape[-1] in (1, size) else rates[0].shape[-1] if i else 1
+    columns = size if rates[0].shape[-1] == size else 1
+    for i, x in enumerate(rates):
         contract.has_shape(
             f"lr{i}", x, (batch, length, heads, columns), "[B, T, H, 1] or [B, T, H, D], all three alike,"
         )

@@ -104,8 +104,9 @@ def _scan(
 ) -> tuple[Tensor, LactState]:
     """Chunk after chunk, for documents without pending tokens."""
     heads, chunk, dtype = q.shape[2], options.chunk, compute_dtype(q.dtype)
-    tiling = Tiling(q.shape[0], q.shape[1], chunk, mask=mask, bounds=bounds, device=q.device)
     longest = q.shape[1] if bounds is None else max(b - a for a, b in itertools.pairwise(bounds))
+    size = min(chunk, longest)  # a chunk that no document fills needs no more slots than its tokens
+    tiling = Tiling(q.shape[0], q.shape[1], size, mask=mask, bounds=bounds, device=q.device)
     memory = Memory(*(tiling.enter(field).flatten(0, 1) for field in state.memory))
     q_tiles = tiling.tile(q)
     tiles = Tokens._make((*(tiling.tile(x) for x in tokens[:5]), tiling.tile(tokens.momentum[..., None]).squeeze(-1)))
