@@ -17,7 +17,6 @@ from transformers.utils.output_capturing import capture_outputs
 from .. import registry
 from ..configuration.base import FwzooConfig
 from ..kernels import explain
-from .blocks import ShortConvolution
 from .cache import CACHE_KEY, FastWeightCache, FastWeightLayer
 
 logger = logging.get_logger("fwzoo")
@@ -77,15 +76,16 @@ class FwzooPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, (nn.Linear, nn.Embedding)):
             init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+            if getattr(module, "bias", None) is not None:
+                init.zeros_(module.bias)
             if getattr(module, "padding_idx", None) is not None and not getattr(
                 module.weight, "_is_hf_initialized", False
             ):
                 init.zeros_(module.weight[module.padding_idx])
         elif isinstance(module, nn.RMSNorm):
             init.ones_(module.weight)
-        elif isinstance(module, ShortConvolution):
-            bound = module.size**-0.5
-            init.uniform_(module.weight, -bound, bound)
+        elif hasattr(module, "initialize_parameters"):
+            module.initialize_parameters(self.config)
 
     def kernel_report(self, tokens: int = 4096) -> list[tuple[int, str, str, str]]:
         """Which kernel level every layer runs for a call of `tokens` tokens: (layer, mixer, level, reason)."""
