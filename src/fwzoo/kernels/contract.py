@@ -86,7 +86,7 @@ class Op:
         """The level that `auto` takes for a call of `tokens` tokens, and the reason."""
         if tokens <= self.short:
             return "reference", f"a call of at most {self.short} tokens is fastest as a token loop"
-        return "chunk", f"fastest available level for more than {self.short} tokens"
+        return "chunk", "fastest available level" + (f" for more than {self.short} tokens" if self.short else "")
 
     def resolve(self, level: str, tokens: int) -> Callable[..., Any]:
         """The implementation to run. Raises ValueError for a level that does not exist or cannot run."""

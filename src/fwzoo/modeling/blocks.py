@@ -60,7 +60,7 @@ class ShortConvolution(nn.Module):
         stream = torch.cat([tiling.before(tiles, history, past[:, None]), tiles], 1)
         y = sum((stream[:, i : i + chunk] * self.weight[:, i] for i in range(self.size)), x.new_zeros(()))
         back = tiling.lengths[:, None] + torch.arange(history, device=x.device)
-        new = _rows_of_stream(past, tiles, tiling, back)
+        new = tiling.stream(past[:, :, None], tiles, back).squeeze(2)
         return F.silu(tiling.untile(y, 1).squeeze(2)), tiling.leave(new)
 
     def initialize_parameters(self, config: Any) -> None:
@@ -112,16 +112,6 @@ class FastWeightMixer(nn.Module):
         if self.gate_proj is not None:
             o = o * F.silu(self.gate_proj(hidden))
         return self.o_proj(o)
-
-
-def _rows_of_stream(past: Tensor, tiles: Tensor, tiling: Tiling, position: Tensor) -> Tensor:
-    """Rows of every document's past `[N, P, D]` followed by its tokens, at `position` `[N, m]`: `[N, m, D]`."""
-    size = past.shape[1]
-    fresh = tiling.pick(tiles, position - size, 1)[:, 0]
-    if size == 0:
-        return fresh
-    old = past.gather(1, position.clamp(max=size - 1)[..., None].expand(-1, -1, past.shape[2]))
-    return torch.where((position < size)[..., None], old, fresh)
 
 
 @registry.register_feed_forward("mlp")

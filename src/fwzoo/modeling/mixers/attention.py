@@ -20,6 +20,7 @@ from transformers import initialization as init
 from ...kernels.contract import check_cu_seqlens, compute_dtype
 from ...kernels.tiling import Tiling
 from ...registry import register_mixer
+from ..attention_ops import rotary
 from ..blocks import at_least_float32
 
 
@@ -116,8 +117,8 @@ class SoftmaxAttention(nn.Module):
         active = tiling.steps[0]  # documents without a token come last and have no row
         q, k, v = (tiling.tile(x).unflatten(0, (active, -1)) for x in (q, k, v))
         position = past.count[:active, None] + torch.arange(tiling.chunk, device=q.device)
-        q = self._scale(rotary(q, position, self.config.rotary_base), position, window)
-        k = rotary(k, position, self.config.rotary_base)
+        q = self._scale(turned(q, position, self.config.rotary_base), position, window)
+        k = turned(k, position, self.config.rotary_base)
         if fresh:
             o = attend(q, k, v, window)
         else:
@@ -210,15 +211,9 @@ def by_length(
     return torch.cat(outputs, 1).index_select(1, torch.argsort(torch.cat(tokens))), KeyValues(k, v, count)
 
 
-def rotary(x: Tensor, position: Tensor, base: float) -> Tensor:
-    """Rotate the two halves of `[M, H, C, K]` by angles position * base^(-2i / K); position `[M, C]`."""
-    dtype = compute_dtype(x.dtype)
-    size = x.shape[-1]
-    frequency = base ** (-torch.arange(0, size, 2, device=x.device, dtype=dtype) / size)
-    angle = (position[..., None] * frequency)[:, None]
-    cos, sin = angle.cos(), angle.sin()
-    left, right = x.to(dtype).chunk(2, -1)
-    return torch.cat([left * cos - right * sin, right * cos + left * sin], -1).to(x.dtype)
+def turned(x: Tensor, position: Tensor, base: float) -> Tensor:
+    """Rotary positions for rows `[M, H, C, K]`; position `[M, C]`."""
+    return rotary(x.transpose(1, 2), position, base).transpose(1, 2)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:

@@ -1,0 +1,1 @@
+"""Checkpoints from and to other layouts, one file a layout."""
