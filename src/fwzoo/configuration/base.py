@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from transformers import PretrainedConfig
 
 from .. import registry
+from .layout import format_layout, parse_layout
 
 
 class FwzooConfig(PretrainedConfig):
@@ -54,6 +55,8 @@ class FwzooConfig(PretrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if "layer_types" in kwargs:
             raise ValueError(f"layer_types is {kwargs['layer_types']!r}; it is derived from mixers and cannot be set")
+        if "layout" in kwargs:
+            raise ValueError(f"layout is {kwargs['layout']!r}; give it to {type(self).__name__}.from_layout")
         sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
         optional = ("intermediate_size", "head_dim", "value_head_dim")
         for name in sizes + tuple(name for name in optional if getattr(self, name) is not None):
@@ -105,6 +108,40 @@ class FwzooConfig(PretrainedConfig):
             "eos_token_id": 1,
         }
         return cls(**{**sizes, **overrides})
+
+    # --- layouts ---
+
+    @classmethod
+    def from_layout(cls, layout: str, **fields: Any) -> FwzooConfig:
+        """The configuration of a layout (see `fwzoo.configuration.layout`), with further fields by keyword.
+
+        Called on `FwzooConfig` itself, the architecture is the first one in the layout: that of a mixer, else that of a
+        feed-forward module, else the first one registered, whose own mixer then is in no layer.
+
+        Example:
+            >>> FwzooConfig.from_layout("falcon3a*3,swa", num_hidden_layers=12, hidden_size=256, num_attention_heads=4)
+
+        Raises:
+            ValueError, TypeError: the layout or a field is not allowed; for the layout, the message shows the position.
+        """
+        for name in ("mixers", "feed_forwards"):
+            if name in fields:
+                raise ValueError(
+                    f"{name} is {fields[name]!r}, but the layout says what is in every layer; give only one"
+                )
+        layers = fields.get("num_hidden_layers", cls.__dataclass_fields__["num_hidden_layers"].default)
+        if isinstance(layers, int) and layers >= 1:  # or else the constructor says what is wrong
+            fields["mixers"], fields["feed_forwards"] = parse_layout(layout, layers)
+        if cls is FwzooConfig:
+            known = registry.architectures()
+            named = [name for name in (*fields.get("mixers", ()), *fields.get("feed_forwards", ())) if name in known]
+            cls = known[next(iter([*named, *known]))]
+        return cls(**fields)
+
+    @property
+    def layout(self) -> str:
+        """Mixers and feed-forward modules in canonical layout notation."""
+        return format_layout(self.mixers or [], self.feed_forwards or [])
 
     # --- what transformers asks for ---
 

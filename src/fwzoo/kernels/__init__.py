@@ -2,6 +2,20 @@
 
 from .contract import Explanation, debug, explain
 from .falcon import FalconState, falcon
+from .gated_delta import GatedDeltaState, gated_delta
 from .lact import LactState, lact
+from .linear_attention import LinearAttentionState, linear_attention
 
-__all__ = ["Explanation", "FalconState", "LactState", "debug", "explain", "falcon", "lact"]
+__all__ = [
+    "Explanation",
+    "FalconState",
+    "GatedDeltaState",
+    "LactState",
+    "LinearAttentionState",
+    "debug",
+    "explain",
+    "falcon",
+    "gated_delta",
+    "lact",
+    "linear_attention",
+]

@@ -92,6 +92,9 @@ class FwzooPreTrainedModel(PreTrainedModel):
         rows = []
         probe = torch.empty(1, tokens, 1, 1, device="meta")
         for index, block in enumerate(self.get_decoder().layers):
+            if block.mixer.operator is None:
+                rows.append((index, self.config.mixers[index], "sdpa", "softmax attention is torch's own kernel"))
+                continue
             choice = explain(block.mixer.operator, probe)
             level, reason = choice.level, choice.reason
             if self.config.kernel_level != "auto":
