@@ -18,6 +18,7 @@ class Row:
     name: str
     architecture: str
     overrides: dict[str, Any] = field(default_factory=dict)
+    grows: bool = False  # whether its cache grows with the tokens read
 
     def config(self, **more: Any) -> fwzoo.FwzooConfig:
         return fwzoo.registry.architectures()[self.architecture].tiny(**{**self.overrides, **more})
@@ -47,5 +48,41 @@ ROWS = [
             "tie_word_embeddings": False,
             "value_head_dim": 24,
         },
+    ),
+    Row("fwpkm", "fwpkm", grows=True),
+    Row("fwmlp", "fwmlp", {"fwmlp_lr": 0.2}),
+    Row(
+        "fwpkm-ablations",
+        "fwpkm",
+        {
+            "feed_forwards": ["fwpkm", "none"],
+            "memory_placement": "extra",
+            "fwpkm_heads": 2,
+            "gate_activation": "identity",
+            "lookahead": False,
+            "fwpkm_score": "dot",
+            "address_loss": False,
+            "training_scope": "sequence",
+            "value_lr": 0.5,
+        },
+        grows=True,
+    ),
+    Row(
+        "falcon-with-every-memory",
+        "falcon1a",
+        {
+            "num_hidden_layers": 3,
+            "feed_forwards": ["pkm", "fwpkm", "fwmlp"],
+            "memory_key_dim": 16,
+            "memory_value_dim": 24,
+            "memory_chunk_size": 8,
+            "pkm_subkeys": 6,
+            "pkm_top_k": 4,
+            "pkm_query_norm": "layer",
+            "fwpkm_subkeys": 6,
+            "fwpkm_top_k": 4,
+            "fwmlp_lr": 0.2,
+        },
+        grows=True,
     ),
 ]

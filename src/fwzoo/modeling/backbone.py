@@ -18,6 +18,7 @@ from ..configuration.base import FwzooConfig
 from ..kernels import explain
 from .blocks import ShortConvolution
 from .cache import CACHE_KEY, FastWeightCache, FastWeightLayer
+from .memories.base import StagedBuffers, generating
 
 logger = logging.get_logger("fwzoo")
 
@@ -26,17 +27,22 @@ IGNORED = frozenset(TransformersKwargs.__annotations__) | {"cache_position", "to
 
 
 class FwzooBlock(GradientCheckpointingLayer):
-    """Pre-norm residual block: a token mixer, then the module in the feed-forward slot."""
+    """Pre-norm residual block: a token mixer, the module in the feed-forward slot, and perhaps a memory after it."""
 
     def __init__(self, config: FwzooConfig, layer_index: int) -> None:
         super().__init__()
         assert config.mixers is not None and config.feed_forwards is not None
         self.mixer_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mixer = registry.mixer(config.mixers[layer_index])(config, layer_index)
-        self.feed_forward = None
-        if config.feed_forwards[layer_index] != "none":
-            self.feed_forward_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-            self.feed_forward = registry.feed_forward(config.feed_forwards[layer_index])(config, layer_index)
+        name, module = config.feed_forwards[layer_index], None
+        if name != "none":
+            module = registry.feed_forward(name)
+        self.feed_forward, self.memory = None, None
+        if getattr(module, "is_memory", False) and config.memory_placement == "extra":
+            self.memory_norm, self.memory = _sublayer(module, config, layer_index)
+            module = registry.feed_forward("mlp")
+        if module is not None:
+            self.feed_forward_norm, self.feed_forward = _sublayer(module, config, layer_index)
 
     def forward(
         self,
@@ -46,7 +52,7 @@ class FwzooBlock(GradientCheckpointingLayer):
         layer_past: FastWeightLayer | None = None,
     ) -> Tensor:
         """hidden `[B, T, D]`; mask bool `[B, T]`; cu_seqlens int64 `[S + 1]`; layer_past: this layer's cache."""
-        inputs, mixing, feeding = hidden, None, None
+        inputs, mixing, feeding, remembering = hidden, None, None, None
         if layer_past is not None:
 
             def replay(layer: FastWeightLayer, tokens: int) -> None:
@@ -54,12 +60,22 @@ class FwzooBlock(GradientCheckpointingLayer):
 
             layer_past.begin(replay)
             mixing, feeding = layer_past.memory("mixer"), layer_past.memory("feed_forward")
+            remembering = layer_past.memory("memory")
         hidden = inputs + self.mixer(self.mixer_norm(inputs), mixing, mask, cu_seqlens)
         if self.feed_forward is not None:
             hidden = hidden + self.feed_forward(self.feed_forward_norm(hidden), feeding, mask, cu_seqlens)
+        if self.memory is not None:
+            hidden = hidden + self.memory(self.memory_norm(hidden), remembering, mask, cu_seqlens)
         if layer_past is not None:
             layer_past.end(inputs.shape[1])
         return hidden
+
+
+def _sublayer(module: Any, config: FwzooConfig, layer_index: int) -> tuple[nn.Module, nn.Module]:
+    """The norm in front of a module (none where it has its own), and the module."""
+    has_own_norm = getattr(module, "has_own_norm", False)
+    norm = nn.Identity() if has_own_norm else nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+    return norm, module(config, layer_index)
 
 
 class FwzooPreTrainedModel(PreTrainedModel):
@@ -84,6 +100,8 @@ class FwzooPreTrainedModel(PreTrainedModel):
         elif isinstance(module, ShortConvolution):
             bound = module.size**-0.5
             init.uniform_(module.weight, -bound, bound)
+        elif isinstance(module, StagedBuffers):
+            module.initialize()
 
     def kernel_report(self, tokens: int = 4096) -> list[tuple[int, str, str, str]]:
         """Which kernel level every layer runs for a call of `tokens` tokens: (layer, mixer, level, reason)."""
@@ -171,6 +189,7 @@ class FwzooModel(FwzooPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
 
+        self.commit()
         hidden = inputs_embeds
         states = []
         for index, layer in enumerate(self.layers):
@@ -182,6 +201,16 @@ class FwzooModel(FwzooPreTrainedModel):
             hidden_states=(*states, hidden) if output_hidden_states else None,
             **{CACHE_KEY: past if use_cache else None},
         )
+
+    def memories(self) -> dict[int, StagedBuffers]:
+        """The memory of every layer that has one, by layer number."""
+        slots = ((i, slot) for i, layer in enumerate(self.layers) for slot in (layer.feed_forward, layer.memory))
+        return {i: slot for i, slot in slots if isinstance(slot, StagedBuffers)}
+
+    def commit(self) -> None:
+        """Put in place what the last training step changed in the memories' buffers."""
+        for memory in self.memories().values():
+            memory.commit()
 
     def _check_ids(self, input_ids: Tensor) -> None:
         if input_ids.ndim != 2:
@@ -332,6 +361,11 @@ class FwzooForCausalLM(FwzooPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             **{CACHE_KEY: getattr(outputs, CACHE_KEY)},
         )
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' `generate`; every sequence has its own memory, in training mode too."""
+        with generating():
+            return super().generate(*args, **kwargs)
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
