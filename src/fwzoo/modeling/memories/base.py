@@ -72,9 +72,9 @@ class FastMemory(StagedBuffers):
     is_memory: ClassVar[bool] = True
     has_own_norm: ClassVar[bool] = True
 
-    def __init__(self, config: Any, queries: int) -> None:
+    def __init__(self, config: Any, layer_index: int, queries: int) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.layer_index = config, layer_index
         width, values, eps = config.hidden_size, config.memory_value_dim, config.norm_eps
         self.q_norm, self.v_norm, self.g_norm = (nn.RMSNorm(width, eps=eps) for _ in range(3))
         self.q_proj = nn.Linear(width, queries, bias=False)
@@ -94,9 +94,11 @@ class FastMemory(StagedBuffers):
         if self.config.gate_activation == "sigmoid":
             gate = gate.sigmoid()
         past = {} if memory is None else memory.read()
-        v_hat, state = self.remember(
-            q, v, gate, past, mask=mask, cu_seqlens=cu_seqlens, scope=self.scope, group=self.group
-        )
+        options = {"mask": mask, "cu_seqlens": cu_seqlens, "scope": self.scope, "group": self.group}
+        try:
+            v_hat, state = self.remember(q, v, gate, past, **options)
+        except ValueError as error:
+            raise ValueError(f"layer {self.layer_index}: {error}") from error
         if memory is not None:
             memory.write(**state._asdict())
         if self.carries:

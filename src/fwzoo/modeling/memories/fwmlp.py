@@ -27,7 +27,7 @@ class FwmlpMemory(FastMemory):
     operator = staticmethod(fwmlp)
 
     def __init__(self, config: Any, layer_index: int) -> None:
-        super().__init__(config, config.memory_key_dim)
+        super().__init__(config, layer_index, config.memory_key_dim)
         width, keys, values = config.fwmlp_width, config.memory_key_dim, config.memory_value_dim
         shapes = ((width, keys), (width,), (width, keys), (width,), (values, width), (values,))
         for name, shape in zip(WEIGHTS, shapes, strict=True):

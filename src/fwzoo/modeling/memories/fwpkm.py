@@ -26,7 +26,7 @@ class FwpkmMemory(FastMemory):
     operator = staticmethod(fwpkm)
 
     def __init__(self, config: Any, layer_index: int) -> None:
-        super().__init__(config, config.fwpkm_heads * config.memory_key_dim)
+        super().__init__(config, layer_index, config.fwpkm_heads * config.memory_key_dim)
         n, size = config.fwpkm_subkeys, config.memory_key_dim // 2
         self.register_buffer("keys", torch.empty(2, config.fwpkm_heads, n, size))
         self.register_buffer("values", torch.empty(n * n, config.memory_value_dim))
