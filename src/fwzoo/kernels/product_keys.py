@@ -8,6 +8,9 @@ Source: "Large Memory Layers with Product Keys" (2019).
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -97,6 +100,33 @@ def sum_rows(table: Tensor, rows: Tensor, weights: Tensor, counts: Tensor) -> Te
     bag = torch.repeat_interleave(counts)
     out = weights.new_zeros(counts.shape[0], table.shape[1])
     return out.index_add(0, bag, table[rows].to(weights.dtype) * weights[:, None])
+
+
+# --- watching ---
+
+_WATCH: ContextVar[list[tuple[Tensor, Tensor]] | None] = ContextVar("fwzoo_watch", default=None)
+
+
+@contextlib.contextmanager
+def watch() -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Within this context, what `pkm` and `fwpkm` read is kept: slots and weights `[B, T, H, k]`, call by call."""
+    reads: list[tuple[Tensor, Tensor]] = []
+    token = _WATCH.set(reads)
+    try:
+        yield reads
+    finally:
+        _WATCH.reset(token)
+
+
+def watching() -> bool:
+    """Whether `watch()` is active here (never while compiling)."""
+    return not torch.compiler.is_compiling() and _WATCH.get() is not None
+
+
+def keep_read(slots: Tensor, weights: Tensor) -> None:
+    """Add a call to what is watched."""
+    if (reads := _WATCH.get()) is not None:
+        reads.append((slots, weights.detach()))
 
 
 # --- checks ---

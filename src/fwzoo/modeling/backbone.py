@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -17,8 +18,8 @@ from .. import registry
 from ..configuration.base import FwzooConfig
 from ..kernels import explain
 from .blocks import ShortConvolution
-from .cache import CACHE_KEY, FastWeightCache, FastWeightLayer
-from .memories.base import StagedBuffers, generating
+from .cache import CACHE_KEY, FastWeightCache, FastWeightLayer, LayerMemory
+from .memories.base import FastMemory, StagedBuffers, generating
 
 logger = logging.get_logger("fwzoo")
 
@@ -116,6 +117,49 @@ class FwzooPreTrainedModel(PreTrainedModel):
         return rows
 
     @torch.no_grad()
+    def memorize(self, input_ids: Tensor, passes: int = 1, cache: FastWeightCache | None = None) -> FastWeightCache:
+        """Read a context `passes` times and write all of it into the memories of a cache.
+
+        Args:
+            input_ids: int64 `[B, T]`. passes: how often to read it.
+            cache: the cache to go on with (it is updated in place); None begins a new one.
+
+        Returns:
+            The cache. The memories have written their last chunk too, though it may not be full.
+        """
+        if isinstance(passes, bool) or not isinstance(passes, int):
+            raise TypeError(f"passes is {passes!r}; it must be an int of at least 1")
+        if passes < 1:
+            raise ValueError(f"passes is {passes}; it must be at least 1")
+        decoder = self.get_decoder()
+        cache = FastWeightCache(self.config) if cache is None else cache
+        with generating():
+            for _ in range(passes):
+                decoder(input_ids, use_cache=True, **{CACHE_KEY: cache})
+            for memory, held in decoder.fast_memories(cache):
+                held.write(**memory.flush(memory.state(held.read()))._asdict())
+        return cache
+
+    @torch.no_grad()
+    def fast_weights_to_checkpoint(self, cache: FastWeightCache) -> None:
+        """Make the memories of one sequence the fast weights that every new sequence starts from.
+
+        Tokens that are still pending in the cache are not written (`memorize` leaves none). The cache itself belongs to
+        the fast weights of before, and is of no use afterwards.
+
+        Args:
+            cache: a cache of one sequence, of this model.
+        """
+        decoder = self.get_decoder()
+        if not isinstance(cache, FastWeightCache):
+            raise TypeError(f"cache is a {type(cache).__name__}; it must be a fwzoo.FastWeightCache")
+        if not cache.layers[0].tensors or cache.batch_size != 1:
+            held = cache.batch_size if cache.layers[0].tensors else 0
+            raise ValueError(f"cache holds {held} sequences; the memory of exactly 1 can become the checkpoint's")
+        for memory, held in decoder.fast_memories(cache):
+            memory.place(**memory.carried(memory.state(held.read())))
+
+    @torch.no_grad()
     def state_bytes(self) -> list[int]:
         """Bytes of cache that one sequence needs, for every layer (after one token)."""
         cache = FastWeightCache(self.config)
@@ -206,6 +250,13 @@ class FwzooModel(FwzooPreTrainedModel):
         """The memory of every layer that has one, by layer number."""
         slots = ((i, slot) for i, layer in enumerate(self.layers) for slot in (layer.feed_forward, layer.memory))
         return {i: slot for i, slot in slots if isinstance(slot, StagedBuffers)}
+
+    def fast_memories(self, cache: FastWeightCache) -> Iterator[tuple[FastMemory, LayerMemory]]:
+        """Every memory that is written while it is read, with what a cache holds of it."""
+        for layer, past in zip(self.layers, cache.layers, strict=True):
+            for owner in ("feed_forward", "memory"):
+                if isinstance(memory := getattr(layer, owner), FastMemory):
+                    yield memory, past.memory(owner)
 
     def commit(self) -> None:
         """Put in place what the last training step changed in the memories' buffers."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..clock import Clock, pending_targets
 from ..contract import compute_dtype
-from ..product_keys import Selection, select, sum_rows
+from ..product_keys import Selection, keep_read, select, sum_rows, watching
 from .state import FwpkmState, Options, Overlay
 
 
@@ -45,7 +45,7 @@ def fwpkm_chunk(
     )
     target, known = clock.targets(v_stream) if clock.ticks else (v_stream, clock.real)
     memory = Memory(state.keys, Overlay(values, state, options.max_slots, options.evict), options)
-    pieces = []
+    pieces, reads = [], []
     for step in range(clock.chunks):
         updated = clock.updated(step)
         writes = bool(updated.any())
@@ -56,6 +56,8 @@ def fwpkm_chunk(
         part = slice(start, end)
         v_hat, selection = memory.read(q_stream[:, part].to(dtype))
         pieces.append(v_hat)
+        if watching():
+            reads.append((start, selection))
         if writes:
             now = updated[:, None].expand(clock.sequences if options.shared else -1, 1)
             chosen = (x[:, part] for x in (q_stream, target, gate_stream))
@@ -71,7 +73,19 @@ def fwpkm_chunk(
         count=clock.new_count(),
         base=state.base,
     )
+    if reads:
+        _keep(clock, reads)
     return clock.back(o).to(v.dtype), new
+
+
+def _keep(clock: Clock, reads: list[tuple[int, Selection]]) -> None:
+    """Hand what was selected to `watch()`, in the order of the tokens."""
+    streams = []
+    for field in ("slots", "weights"):
+        parts = [getattr(selection, field) for _, selection in reads]
+        rows = torch.cat([x.reshape(clock.sequences, -1, *x.shape[2:]) for x in parts], 1)
+        streams.append(clock.back(F.pad(rows, (0, 0, 0, 0, reads[0][0], 0))))
+    keep_read(*streams)
 
 
 def fwpkm_flush(state: FwpkmState, values: Tensor, options: Options) -> FwpkmState:

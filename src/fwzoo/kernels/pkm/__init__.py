@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import contract
 from ..contract import Op
-from ..product_keys import check_finite, check_query_and_keys, check_retrieval, check_table
+from ..product_keys import check_finite, check_query_and_keys, check_retrieval, check_table, keep_read, watching
 from .chunk import pkm_chunk
 from .reference import pkm_reference
 
@@ -52,4 +52,6 @@ def pkm(
     contract.one_of("return_slots", return_slots, (True, False))
     check_finite(None, q=q)
     v, slots, weights = PKM.resolve(level, q.shape[1])(q, keys, values, top_k, score, score_eps)
+    if watching():
+        keep_read(slots, weights)
     return (v, slots, weights) if return_slots else v
