@@ -28,33 +28,34 @@ class Selection(NamedTuple):
     Attributes:
         slots: int64 `[G, T, H, k]`, best first. weights: their softmax weights.
         index: int64 `[G, T, H, 2, k]`, the sub-keys kept of each half, ascending. half: their scores.
-        difference: `[G, T, H, 2, k, F]`, query minus sub-key.
     """
 
     slots: Tensor
     weights: Tensor
     index: Tensor
     half: Tensor
-    difference: Tensor
 
 
 def select(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float) -> Selection:
     """The slots that queries `[G, T, H, K]` read in tables of sub-keys `[G, 2, H, n, F]`.
 
-    All n sub-keys are scored without gradients, to choose; the k kept ones are scored again, with gradients.
+    All n sub-keys are scored without gradients; gradients flow through the scores of the k kept ones only.
     """
     groups, _, heads, n, size = keys.shape
     halves = q.unflatten(-1, (2, size))
     with torch.no_grad():
-        index = top_k_lowest(score_all(halves, keys, score, eps), top_k).sort(-1).values
-    table = torch.arange(groups * 2 * heads, device=q.device).view(groups, 2, heads).transpose(1, 2) * n
-    chosen = keys.reshape(-1, size)[index + table[:, None, :, :, None]]
-    difference = halves[..., None, :] - chosen
-    half = score_pairs(halves[..., None, :], chosen, difference, score, eps)
+        scores = score_all(halves, keys, score, eps)
+        index = top_k_lowest(scores, top_k).sort(-1).values
+        half = scores.gather(-1, index)
+    if torch.is_grad_enabled() and (q.requires_grad or keys.requires_grad):
+        table = torch.arange(groups * 2 * heads, device=q.device).view(groups, 2, heads).transpose(1, 2) * n
+        chosen = keys.reshape(-1, size)[index + table[:, None, :, :, None]]
+        again = score_pairs(halves[..., None, :], chosen, score, eps)
+        half = half + (again - again.detach())  # the value of `half`, the gradient of `again`
     sums = (half[..., 0, :, None] + half[..., 1, None, :]).flatten(-2)
     rows = (index[..., 0, :, None] * n + index[..., 1, None, :]).flatten(-2)
     best = top_k_lowest(sums.detach(), top_k)
-    return Selection(rows.gather(-1, best), sums.gather(-1, best).softmax(-1), index, half, difference)
+    return Selection(rows.gather(-1, best), sums.gather(-1, best).softmax(-1), index, half)
 
 
 def score_all(halves: Tensor, keys: Tensor, score: str, eps: float) -> Tensor:
@@ -68,11 +69,11 @@ def score_all(halves: Tensor, keys: Tensor, score: str, eps: float) -> Tensor:
     return scores.permute(0, 3, 2, 1, 4)
 
 
-def score_pairs(query: Tensor, key: Tensor, difference: Tensor, score: str, eps: float) -> Tensor:
+def score_pairs(query: Tensor, key: Tensor, score: str, eps: float) -> Tensor:
     """Scores of pairs over the last axis F."""
     if score == "dot":
         return (query * key).sum(-1)
-    return -(eps + difference.square().sum(-1)).log()
+    return -(eps + (query - key).square().sum(-1)).log()
 
 
 def top_k_lowest(scores: Tensor, k: int) -> Tensor:

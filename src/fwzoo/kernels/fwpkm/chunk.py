@@ -151,19 +151,19 @@ class Memory:
 
     def _write_values(self, residual: Tensor, weight: Tensor, entries: Tensor) -> None:
         """residual `[X, V]`; weight and entries `[X, H * k]`."""
-        ordered, order = entries.flatten().sort(stable=True)
+        ordered, order = torch.sort(entries.flatten(), stable=True)
         rows, counts = torch.unique_consecutive(ordered, return_counts=True)
         change = sum_rows(residual, order // entries.shape[1], weight.flatten()[order], counts)
         if self.options.group is not None:
             rows, change, counts = _pool_rows(rows, change, counts, self.options.group)
         if self.options.row_averaging:
-            change = change / counts[:, None]
-        self.overlay.put(rows, self.overlay.get(rows) + self.options.value_lr * change)
+            change /= counts[:, None]
+        self.overlay.put(rows, change.mul_(self.options.value_lr).add_(self.overlay.get(rows)))
 
     def _move_keys(self, selection: Selection, q: Tensor, real: Tensor) -> None:
         """A gradient step on sum p log p, p the mean use of every sub-key."""
         groups, _, heads, n, size = self.keys.shape
-        # [X, H, 2, k]: sub-keys kept by the real tokens, their share of the use, and where they lie in [G, 2, H, n]
+        # sub-keys kept by the real tokens, [X, H, 2, k]: their share of the use, and where they lie in [G, 2, H, n]
         memory = torch.nonzero(real)[:, 0]
         table = torch.arange(groups * 2 * heads, device=q.device).view(groups, 2, heads).transpose(1, 2) * n
         at = selection.index[real] + table[memory][..., None]
@@ -177,12 +177,20 @@ class Memory:
         tokens = tokens.clamp(min=1)
         mean = use.view(groups, -1) / tokens[:, None]
         log_mean = torch.where(mean > 0, mean, 1).log().flatten()[at]
-        d_score = share * (log_mean - (share * log_mean).sum(-1, keepdim=True)) / tokens[memory][:, None, None, None]
-        if self.options.score == "dot":
-            d_key = d_score[..., None] * q.unflatten(-1, (2, size))[real][..., None, :]
-        else:
-            d_key = (2 * d_score * half.exp())[..., None] * selection.difference[real]
-        d_keys = share.new_zeros(groups * 2 * heads * n, size).index_add_(0, at.flatten(), d_key.flatten(0, -2))
+        weight = share * (log_mean - (share * log_mean).sum(-1, keepdim=True)) / tokens[memory][:, None, None, None]
+        # the gradient of a sub-key is a weighted sum of query halves (dot), or of their differences from it (idw)
+        ordered, order = torch.sort(at.flatten(), stable=True)
+        moved, counts = torch.unique_consecutive(ordered, return_counts=True)
+        if self.options.score == "idw":
+            weight = 2 * weight * half.exp()
+        weight = weight.flatten()[order]
+        halves = q[real].reshape(-1, size)
+        step = sum_rows(halves, order // at.shape[-1], weight, counts)
+        if self.options.score == "idw":
+            total = use.new_zeros(moved.shape[0]).index_add_(0, torch.repeat_interleave(counts), weight)
+            step -= total[:, None] * self.keys.reshape(-1, size)[moved]
+        d_keys = torch.zeros_like(self.keys).view(-1, size)
+        d_keys[moved] = step
         if self.options.group is not None:
             dist.all_reduce(d_keys, group=self.options.group)
         self.keys = self.keys - self.options.key_lr * d_keys.view_as(self.keys)

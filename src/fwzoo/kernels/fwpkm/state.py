@@ -167,8 +167,11 @@ class Overlay:
     def get(self, entries: Tensor) -> Tensor:
         """Rows of entries `[X]`: `[X, V]`."""
         found, place = self._find(entries)
+        if bool(found.all()):
+            return self.rows[place]
         rows = self.values[entries % self.size].to(self.rows.dtype)
-        rows[found] = self.rows[place[found]]
+        if self.entries.numel():
+            rows[found] = self.rows[place[found]]
         return rows
 
     def _find(self, entries: Tensor) -> tuple[Tensor, Tensor]:
@@ -214,8 +217,9 @@ class Overlay:
         """Places of `count` new rows; the pool grows to the next power of two."""
         start, self.used = self.used, self.used + count
         if self.used > self.rows.shape[0]:
-            room = (1 << (self.used - 1).bit_length()) - self.rows.shape[0]
-            self.rows = torch.cat([self.rows, self.rows.new_zeros(room, self.rows.shape[1])])
+            rows = self.rows.new_empty(1 << (self.used - 1).bit_length(), self.rows.shape[1])
+            rows[:start], rows[self.used :] = self.rows[:start], 0
+            self.rows = rows
         return torch.arange(start, self.used, device=self.rows.device)
 
     def _stamp(self) -> Tensor:
