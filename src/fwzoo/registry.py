@@ -17,6 +17,7 @@ T = TypeVar("T", bound=type)
 
 _ARCHITECTURES: dict[str, type[FwzooConfig]] = {}
 _MIXER_OPTIONS: dict[str, type[FwzooConfig]] = {}
+_FEED_FORWARD_OPTIONS: dict[str, type[FwzooConfig]] = {}
 _MIXERS: dict[str, type] = {}
 _FEED_FORWARDS: dict[str, type] = {}
 
@@ -32,6 +33,16 @@ def register_mixer_options(*names: str) -> Callable[[T], T]:
 
     def add(config_class: T) -> T:
         _MIXER_OPTIONS.update(dict.fromkeys(names, config_class))
+        return config_class
+
+    return add
+
+
+def register_feed_forward_options(*names: str) -> Callable[[T], T]:
+    """Class decorator: the configuration class whose fields are the options of these feed-forward modules."""
+
+    def add(config_class: T) -> T:
+        _FEED_FORWARD_OPTIONS.update(dict.fromkeys(names, config_class))
         return config_class
 
     return add
@@ -65,6 +76,11 @@ def architectures() -> dict[str, type[FwzooConfig]]:
 def mixer_options() -> dict[str, type[FwzooConfig]]:
     """Every known mixer name, with the configuration class that holds its options."""
     return dict(_MIXER_OPTIONS)
+
+
+def feed_forward_options() -> dict[str, type[FwzooConfig]]:
+    """The feed-forward names that have options, with the configuration class that holds them."""
+    return dict(_FEED_FORWARD_OPTIONS)
 
 
 def mixer(name: str) -> type:

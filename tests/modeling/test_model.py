@@ -244,7 +244,8 @@ def test_initial_values_in_sixteen_bit_have_the_statistics_of_float32(row: Row, 
     for (name, a), b in zip(wide.named_parameters(), narrow.parameters(), strict=True):
         assert b.dtype == dtype and b.isfinite().all()
         assert abs(a.std().item() - b.float().std().item()) < 0.1 * a.std().item() + 1e-6, name
-        assert abs(a.mean().item() - b.float().mean().item()) < 0.01, name
+        few = a.std().item() / a.numel() ** 0.5  # the dtypes draw different numbers: a mean of few of them varies
+        assert abs(a.mean().item() - b.float().mean().item()) < 0.01 + few, name
 
 
 @rows

@@ -19,12 +19,13 @@ class FwzooConfig(PretrainedConfig):
         num_hidden_layers: number of blocks. num_attention_heads: heads H of every mixer.
         head_dim: key size K a head; None means D / H. value_head_dim: value size V a head; None means K.
         mixers: name of the token mixer of every layer; None means the architecture's own everywhere.
-        feed_forwards: name of the module in the feed-forward slot of every layer; None means "mlp" everywhere.
+        feed_forwards: name of the module in the feed-forward slot of every layer; None means the
+            architecture's own ("mlp" everywhere, but for the memories).
         norm_eps: epsilon of the RMSNorms. initializer_range: standard deviation of initial matrices.
         kernel_level: level of every operator: "auto", "reference", "chunk" or "triton".
         use_cache: return the cache when not training. tie_word_embeddings: share input and output embeddings.
 
-    Options of the mixers are fields of their family's configuration; a hybrid takes those of every mixer it names.
+    Options of mixers and memories are fields of their family's configuration; a hybrid takes those of every one it names.
 
     Raises:
         ValueError, TypeError: a field has a value that is not allowed; the message names field and value.
@@ -72,9 +73,12 @@ class FwzooConfig(PretrainedConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.value_head_dim is None:
             self.value_head_dim = self.head_dim
-        self.mixers = self._layers("mixers", self.default_mixer, registry.mixer_options())
-        self.feed_forwards = self._layers("feed_forwards", "mlp", registry.feed_forward_names())
-        for family in dict.fromkeys(registry.mixer_options()[name] for name in self.mixers):
+        count = self.num_hidden_layers
+        self.mixers = self._layers("mixers", [self.default_mixer] * count, registry.mixer_options())
+        names = registry.feed_forward_names()
+        self.feed_forwards = self._layers("feed_forwards", self.default_feed_forwards(count), names)
+        known = {**registry.mixer_options(), **registry.feed_forward_options()}
+        for family in dict.fromkeys(known[name] for name in (*self.mixers, *self.feed_forwards) if name in known):
             for name, value in family.options().items():
                 if not hasattr(self, name):
                     setattr(self, name, kwargs.pop(name, value))
@@ -85,8 +89,13 @@ class FwzooConfig(PretrainedConfig):
     # --- what a family adds ---
 
     @classmethod
+    def default_feed_forwards(cls, layers: int) -> list[str]:
+        """What sits in the feed-forward slots of a model of `layers` layers when `feed_forwards` is not given."""
+        return ["mlp"] * layers
+
+    @classmethod
     def options(cls) -> dict[str, Any]:
-        """Names and defaults of the mixer options that this family adds to the common fields."""
+        """Names and defaults of the options that this family adds to the common fields."""
         common = FwzooConfig.__dataclass_fields__
         own = cls.__dataclass_fields__
         return {name: field.default for name, field in own.items() if name not in common}
@@ -153,10 +162,10 @@ class FwzooConfig(PretrainedConfig):
 
     # --- checks ---
 
-    def _layers(self, name: str, default: str, known: Any) -> list[str]:
+    def _layers(self, name: str, default: list[str], known: Any) -> list[str]:
         layers = getattr(self, name)
         if layers is None:
-            layers = [default] * self.num_hidden_layers
+            layers = default
         if not isinstance(layers, (list, tuple)) or len(layers) != self.num_hidden_layers:
             raise ValueError(
                 f"{name} is {layers!r}; it must be a list of num_hidden_layers = {self.num_hidden_layers} names"
