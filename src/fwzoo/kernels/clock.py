@@ -11,11 +11,54 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+
+from . import contract
+
+
+@dataclass(frozen=True)
+class FastOptions:
+    """Options that the memories written while they are read have in common."""
+
+    chunk_size: int
+    lookahead: bool
+    normalize_targets: bool
+    scope: str
+    group: Any
+
+    @property
+    def shared(self) -> bool:
+        """One memory for all sequences."""
+        return self.scope == "batch"
+
+    def check(self) -> None:
+        """Raise unless these options are allowed."""
+        contract.whole_number("chunk_size", self.chunk_size, 1)
+        for name in ("lookahead", "normalize_targets"):
+            contract.one_of(name, getattr(self, name), (True, False))
+        contract.one_of("scope", self.scope, ("sequence", "batch"))
+        if self.group is not None and not self.shared:
+            raise ValueError(
+                f"group is given with scope {self.scope!r}; a memory is shared by ranks with scope 'batch' only"
+            )
+
+    def check_reference(self) -> None:
+        """Raise unless a token loop can run these options."""
+        if self.group is not None:
+            raise ValueError(
+                "level is 'reference', but a memory shared by a process group is pooled by level 'chunk' only"
+            )
+
+    def written(self, target: Tensor, dtype: torch.dtype) -> Tensor:
+        """The value that is written for targets `[..., V]`."""
+        target = target.to(dtype)
+        return F.layer_norm(target, target.shape[-1:]) if self.normalize_targets else target
 
 
 class Clock:

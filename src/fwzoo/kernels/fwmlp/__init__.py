@@ -79,12 +79,10 @@ def fwmlp(
     options = _check_options(
         chunk_size=chunk_size, lr=lr, lookahead=lookahead, normalize_targets=normalize_targets, scope=scope, group=group
     )
-    contract.check_mask(mask, q)
-    bounds = contract.check_cu_seqlens(cu_seqlens, q)
-    sequences = q.shape[0] if bounds is None else len(bounds) - 1
+    bounds, sequences = contract.check_documents(mask, cu_seqlens, q)
     dtype = contract.compute_dtype(q.dtype)
     empty = empty_state(sequences, q, v, weights, options, dtype)
-    state = empty if state is None else _check_state(state, empty, q)
+    state = empty if state is None else FwmlpState(*(x.detach() for x in contract.check_state(state, empty)))
     check_finite(mask, q=q, v=v)
     return FWMLP.resolve(level, q.shape[1])(q, v, options, state, mask, bounds)
 
@@ -118,26 +116,7 @@ def _check_weights(weights: tuple[Tensor, ...], q: Tensor, v: Tensor) -> None:
 
 def _check_options(**options: Any) -> Options:
     checked = Options(**options)
-    contract.whole_number("chunk_size", checked.chunk_size, 1)
+    checked.check()
     if not checked.lr >= 0:
         raise ValueError(f"lr is {checked.lr!r}; it must be at least 0")
-    contract.one_of("lookahead", checked.lookahead, (True, False))
-    contract.one_of("normalize_targets", checked.normalize_targets, (True, False))
-    contract.one_of("scope", checked.scope, ("sequence", "batch"))
-    if checked.group is not None and not checked.shared:
-        raise ValueError(
-            f"group is given with scope {checked.scope!r}; a memory is shared by ranks with scope 'batch' only"
-        )
     return checked
-
-
-def _check_state(state: FwmlpState, empty: FwmlpState, q: Tensor) -> FwmlpState:
-    if not isinstance(state, FwmlpState):
-        raise TypeError(f"state is a {type(state).__name__}; it must be a fwzoo.kernels.FwmlpState")
-    for name, field, like in zip(state._fields, state, empty, strict=True):
-        contract.is_tensor(f"state.{name}", field, like.ndim, floating=like.is_floating_point())
-        contract.has_shape(f"state.{name}", field, like.shape, "[N, ...]")
-        contract.same_device(f"state.{name}", field, q)
-        if not like.is_floating_point() and field.dtype != like.dtype:
-            raise ValueError(f"state.{name} has dtype {field.dtype}; it must be {like.dtype}")
-    return FwmlpState(*(x.detach().to(like.dtype) for x, like in zip(state, empty, strict=True)))

@@ -87,9 +87,7 @@ def step_down(
     """One gradient step on the mean of (y - target)^2 / 2 over the tokens `writes` `[N, W]` and features."""
     w_gate, b_gate, w_up, b_up, w_down, _ = weights
     dtype, groups = w_gate.dtype, w_gate.shape[0]
-    target = target.to(dtype)
-    if options.normalize_targets:
-        target = F.layer_norm(target, target.shape[-1:])
+    target = options.written(target, dtype)
     x = q.to(dtype).reshape(groups, -1, q.shape[-1])
     d_y = (y.detach() - target).masked_fill(~writes[..., None], 0).reshape(groups, x.shape[1], -1)
     gate, up = _linear(x, w_gate, b_gate), _linear(x, w_up, b_up)

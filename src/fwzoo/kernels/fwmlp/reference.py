@@ -18,8 +18,7 @@ def fwmlp_reference(
     q: Tensor, v: Tensor, options: Options, state: FwmlpState, mask: Tensor | None, bounds: list[int] | None
 ) -> tuple[Tensor, FwmlpState]:
     """Token loop over `[B, T, .]`; arguments are those of `fwzoo.kernels.fwmlp`, checked; the weights are in the state."""
-    if options.group is not None:
-        raise ValueError("level is 'reference', but a memory shared by a process group is pooled by level 'chunk' only")
+    options.check_reference()
     dtype = compute_dtype(q.dtype)
     memories = [[getattr(state, name)[g] for name in WEIGHTS] for g in range(state.w_gate.shape[0])]
 
@@ -29,14 +28,11 @@ def fwmlp_reference(
     @torch.enable_grad()
     def update(g: int, tokens: list[tuple[Token, Tensor | None]]) -> None:
         weights = [w.detach().requires_grad_() for w in memories[g]]
-        losses = []
-        for (x, _), target in tokens:
-            if target is None:
-                continue
-            target = target.to(dtype)
-            if options.normalize_targets:
-                target = F.layer_norm(target, target.shape)
-            losses.append(0.5 * (mlp(weights, x.detach().to(dtype)) - target).square())
+        losses = [
+            0.5 * (mlp(weights, x.detach().to(dtype)) - options.written(target, dtype)).square()
+            for (x, _), target in tokens
+            if target is not None
+        ]
         if losses:
             grads = torch.autograd.grad(torch.stack(losses).mean(), weights)
             memories[g] = [w.detach() - options.lr * grad for w, grad in zip(weights, grads, strict=True)]

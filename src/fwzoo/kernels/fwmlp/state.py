@@ -6,29 +6,21 @@ Axis letters: N sequences, G memories (N with scope "sequence", 1 with scope "ba
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..clock import FastOptions
 
 WEIGHTS = ("w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down")
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(FastOptions):
     """Validated keyword options of `fwzoo.kernels.fwmlp`."""
 
-    chunk_size: int
     lr: float
-    lookahead: bool
-    normalize_targets: bool
-    scope: str
-    group: Any
-
-    @property
-    def shared(self) -> bool:
-        """One memory for all sequences."""
-        return self.scope == "batch"
 
 
 class FwmlpState(NamedTuple):

@@ -110,9 +110,7 @@ def fwpkm(
         evict=evict,
         group=group,
     )
-    contract.check_mask(mask, q)
-    bounds = contract.check_cu_seqlens(cu_seqlens, q)
-    sequences = q.shape[0] if bounds is None else len(bounds) - 1
+    bounds, sequences = contract.check_documents(mask, cu_seqlens, q)
     dtype = contract.compute_dtype(q.dtype)
     empty = empty_state(0 if state is not None else sequences, q, v, gate, keys, values, options, dtype)
     state = empty if state is None else _check_state(state, empty, sequences, keys, values, options)
@@ -141,20 +139,15 @@ def fwpkm_flush(state: FwpkmState, keys: Tensor, values: Tensor, **options: Any)
 def _check_options(n: int, **options: Any) -> Options:
     checked = Options(**options)
     check_retrieval(checked.top_k, checked.score, checked.score_eps, n)
-    contract.whole_number("chunk_size", checked.chunk_size, 1)
-    switches = ("lookahead", "normalize_targets", "row_averaging", "gate_weighting", "address_loss", "evict")
+    checked.check()
+    switches = ("row_averaging", "gate_weighting", "address_loss", "evict")
     for name in switches:
         contract.one_of(name, getattr(checked, name), (True, False))
     for name in ("value_lr", "key_lr"):
         if not getattr(checked, name) >= 0:
             raise ValueError(f"{name} is {getattr(checked, name)!r}; it must be at least 0")
-    contract.one_of("scope", checked.scope, ("sequence", "batch"))
     if checked.max_slots is not None:
         contract.whole_number("max_slots", checked.max_slots, 1)
-    if checked.group is not None and not checked.shared:
-        raise ValueError(
-            f"group is given with scope {checked.scope!r}; a memory is shared by ranks with scope 'batch' only"
-        )
     return checked
 
 

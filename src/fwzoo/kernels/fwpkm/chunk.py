@@ -138,9 +138,7 @@ class Memory:
             writes: bool `[N, W]`, tokens whose target is known. real: bool `[N, W]`, tokens that count as uses of the keys.
         """
         options, dtype, groups = self.options, self.keys.dtype, self.keys.shape[0]
-        target = target.to(dtype)
-        if options.normalize_targets:
-            target = F.layer_norm(target, target.shape[-1:])
+        target = options.written(target, dtype)
         weight = selection.weights.flatten(2)
         if options.gate_weighting:
             weight = gate.to(dtype).reshape(groups, -1, 1) * weight

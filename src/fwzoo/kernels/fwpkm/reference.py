@@ -6,7 +6,6 @@ Source: "Fast-weight Product Key Memory" (2026).
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..clock import Token, run_reference
@@ -27,8 +26,7 @@ def fwpkm_reference(
     bounds: list[int] | None,
 ) -> tuple[Tensor, FwpkmState]:
     """Token loop over `[B, T, .]`; arguments are those of `fwzoo.kernels.fwpkm`, checked."""
-    if options.group is not None:
-        raise ValueError("level is 'reference', but a memory shared by a process group is pooled by level 'chunk' only")
+    options.check_reference()
     dtype = compute_dtype(q.dtype)
     tables = list(state.table(values))
     sub_keys = list(state.keys)
@@ -94,9 +92,7 @@ def step_reference(
         use.append(torch.zeros(*index.shape[:2], n, dtype=dtype, device=q.device).scatter(-1, index, half.softmax(-1)))
         if target is None:
             continue
-        target = target.to(dtype)
-        if options.normalize_targets:
-            target = F.layer_norm(target, target.shape)
+        target = options.written(target, dtype)
         weight = gate.to(dtype) if options.gate_weighting else 1.0
         loss = loss + weight * 0.5 * (target - v_hat).square().sum()
         reads.index_add_(0, slots.flatten(), torch.ones_like(slots.flatten()))

@@ -8,39 +8,30 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..clock import FastOptions
 from ..product_keys import sum_rows
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(FastOptions):
     """Validated keyword options of `fwzoo.kernels.fwpkm`."""
 
     top_k: int
-    chunk_size: int
     score: str
     score_eps: float
-    lookahead: bool
-    normalize_targets: bool
     row_averaging: bool
     gate_weighting: bool
     address_loss: bool
     value_lr: float
     key_lr: float
-    scope: str
     max_slots: int | None
     evict: bool
-    group: Any
-
-    @property
-    def shared(self) -> bool:
-        """One memory for all sequences."""
-        return self.scope == "batch"
 
 
 class FwpkmState(NamedTuple):
