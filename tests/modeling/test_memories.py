@@ -306,3 +306,19 @@ def test_the_modules_know_their_layer() -> None:
     assert fwzoo.FwpkmConfig().feed_forwards == ["mlp", "mlp", "fwpkm", "mlp"] * 3
     assert all(isinstance(m, FastMemory) and m.layer_index == i for i, m in model.model.memories().items())
     assert copy.deepcopy(model).model.memories()[2] is not model.model.memories()[2]
+
+
+@memories
+def test_state_bytes_without_storage(row: Row) -> None:
+    model = row.model()
+    with torch.device("meta"):
+        assert row.model().state_bytes() == model.state_bytes()
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_compiled_model_equals_eager() -> None:
+    model, tokens = build("fwpkm"), ids(2, 30)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")(tokens, use_cache=False).logits
+    assert error(compiled, model(tokens, use_cache=False).logits) < 1e-6

@@ -157,9 +157,8 @@ class Clock:
     def updated(self, step: int) -> Tensor:
         """bool `[G]`: the memories whose chunk `step` is updated in this call."""
         end = (step + 1) * self.chunk
-        return torch.tensor([total > end or (not self.lookahead and total == end) for total in self.total]).to(
-            self.device
-        )
+        due = [total > end or (not self.lookahead and total == end) for total in self.total]
+        return torch.tensor(due, dtype=torch.bool, device=self.device)
 
     def targets(self, v: Tensor) -> tuple[Tensor, Tensor]:
         """The target of every tick for v `[N, L, V]`, and whether it has come when its chunk is updated, bool `[N, L]`."""

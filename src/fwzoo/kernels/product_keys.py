@@ -81,7 +81,7 @@ def top_k_lowest(scores: Tensor, k: int) -> Tensor:
     best = scores.topk(k, -1)
     index, least = best.indices, best.values[..., -1:]
     tied = (scores >= least).sum(-1) > k  # more candidates than places: `topk` may have kept any of them
-    if bool(tied.any()):
+    if not scores.is_meta and bool(tied.any()):
         index = index.clone()
         index[tied] = torch.sort(scores[tied], dim=-1, descending=True, stable=True).indices[..., :k]
     index = index.sort(-1).values

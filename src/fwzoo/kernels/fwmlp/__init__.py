@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import contract
@@ -84,7 +85,10 @@ def fwmlp(
     empty = empty_state(sequences, q, v, weights, options, dtype)
     state = empty if state is None else FwmlpState(*(x.detach() for x in contract.check_state(state, empty)))
     check_finite(mask, q=q, v=v)
-    return FWMLP.resolve(level, q.shape[1])(q, v, options, state, mask, bounds)
+    run = FWMLP.resolve(level, q.shape[1])
+    if q.is_meta:  # no values to count real tokens by: shapes only
+        return torch.empty_like(v), state
+    return run(q, v, options, state, mask, bounds)
 
 
 def fwmlp_flush(state: FwmlpState, **options: Any) -> FwmlpState:

@@ -15,6 +15,7 @@ from ..contract import compute_dtype
 from .state import WEIGHTS, FwmlpState, Options
 
 
+@torch.compiler.disable  # how many chunks and rows there are depends on the values
 def fwmlp_chunk(
     q: Tensor, v: Tensor, options: Options, state: FwmlpState, mask: Tensor | None, bounds: list[int] | None
 ) -> tuple[Tensor, FwmlpState]:

@@ -117,6 +117,8 @@ def fwpkm(
     check_finite(mask, q=q, v=v, gate=gate)
     check_finite(None, keys=state.keys, values=values)
     run = FWPKM.resolve(level, q.shape[1])
+    if q.is_meta:  # no values to choose slots by: shapes only, those of a memory that has not written yet
+        return torch.empty_like(v), state
     return run(q, v, gate, keys.detach(), values.detach(), options, state, mask, bounds)
 
 

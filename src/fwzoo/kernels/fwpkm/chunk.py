@@ -16,6 +16,7 @@ from ..product_keys import Selection, keep_read, select, sum_rows, watching
 from .state import FwpkmState, Options, Overlay
 
 
+@torch.compiler.disable  # how many chunks and rows there are depends on the values
 def fwpkm_chunk(
     q: Tensor,
     v: Tensor,
