@@ -38,7 +38,7 @@ class Toy(nn.Module):
         for module in self.memory.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=self.config.initializer_range)
-        self.memory.initialize()
+        self.memory.initialize_parameters(self.config)
         self.norm = nn.RMSNorm(64)
 
     def forward(self, symbols: Tensor, position: Tensor) -> Tensor:
