@@ -38,7 +38,7 @@ class FastMemoryConfig(MemoryFamilyConfig):
         carry_fast_weights: in training, what the batch wrote is written into the checkpoint's fast weights after each step.
     """
 
-    default_mixer: ClassVar[str] = "falcon3a"
+    default_mixer: ClassVar[str] = "gated_delta"
     default_memory: ClassVar[str] = ""
 
     memory_value_dim: int = 512
