@@ -21,6 +21,7 @@ from .kernels import debug, explain
 
 import_all(f"{__name__}.configuration")
 
+from . import conversion  # noqa: E402
 from .modeling import FastWeightCache, FwzooForCausalLM, FwzooModel, FwzooPreTrainedModel  # noqa: E402
 from .modeling.backbone import architecture_classes  # noqa: E402
 
@@ -31,6 +32,7 @@ __all__ = [
     "FwzooModel",
     "FwzooPreTrainedModel",
     "__version__",
+    "conversion",
     "debug",
     "explain",
     "kernels",

@@ -108,6 +108,11 @@ class FwzooConfig(PretrainedConfig):
 
     # --- what transformers asks for ---
 
+    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """transformers' own; the folder also gets the code that loads the model without fwzoo."""
+        super().save_pretrained(save_directory, push_to_hub, **kwargs)
+        registry.saved(self, save_directory)
+
     @property
     def layer_types(self) -> list[str]:
         """The layers in transformers' own vocabulary, derived from `mixers`."""

@@ -17,7 +17,8 @@ from .. import registry
 from ..configuration.base import FwzooConfig
 from ..kernels import explain
 from .blocks import ShortConvolution
-from .cache import CACHE_KEY, FastWeightCache, FastWeightLayer
+from .cache import CACHE_KEY, FastWeightCache, FastWeightLayer, holds_fast_weights
+from .code import check_code
 
 logger = logging.get_logger("fwzoo")
 
@@ -71,6 +72,20 @@ class FwzooPreTrainedModel(PreTrainedModel):
     _no_split_modules: ClassVar[list[str]] = ["FwzooBlock"]
     _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values", "cache", "layer_past"]
     _is_stateful = False
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *args: Any, verify: bool = False, **kwargs: Any
+    ) -> Any:
+        """transformers' own, and with `verify=True` a check that the code beside the weights was not edited.
+
+        Raises:
+            ValueError: `verify` is True and a code file is not as it was generated.
+        """
+        if verify:
+            hub = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+            check_code(pretrained_model_name_or_path, **{name: kwargs[name] for name in hub if name in kwargs})
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -208,7 +223,7 @@ class FwzooModel(FwzooPreTrainedModel):
         if past_key_values is not None and cache is not None and past_key_values is not cache:
             raise ValueError("past_key_values and cache are two names of one argument; give only one of them")
         past = cache if past_key_values is None else past_key_values
-        if past is not None and not isinstance(past, FastWeightCache):
+        if past is not None and not holds_fast_weights(past):
             raise TypeError(f"{CACHE_KEY} is a {type(past).__name__}; a fwzoo model takes a fwzoo.FastWeightCache")
         if past is not None and len(past.layers) != len(self.layers):
             raise ValueError(f"{CACHE_KEY} has {len(past.layers)} layers; this model has {len(self.layers)}")
@@ -350,19 +365,24 @@ class FwzooForCausalLM(FwzooPreTrainedModel, GenerationMixin):
 _CLASSES: dict[str, tuple[type[FwzooModel], type[FwzooForCausalLM]]] = {}
 
 
-def architecture_classes(config_class: type[FwzooConfig]) -> tuple[type[FwzooModel], type[FwzooForCausalLM]]:
-    """The Model and ForCausalLM of a configuration class: thin subclasses, named after it, that the Auto classes need."""
+def architecture_classes(
+    config_class: type[FwzooConfig], module: str = "fwzoo"
+) -> tuple[type[FwzooModel], type[FwzooForCausalLM]]:
+    """The Model and ForCausalLM of a configuration class: thin subclasses, named after it, that the Auto classes need.
+
+    `module` is where they are found under their names.
+    """
     if config_class.model_type not in _CLASSES:
-        _CLASSES[config_class.model_type] = _make_classes(config_class)
+        _CLASSES[config_class.model_type] = _make_classes(config_class, module)
     return _CLASSES[config_class.model_type]
 
 
-def _make_classes(config_class: type[FwzooConfig]) -> tuple[type[FwzooModel], type[FwzooForCausalLM]]:
+def _make_classes(config_class: type[FwzooConfig], module: str) -> tuple[type[FwzooModel], type[FwzooForCausalLM]]:
     name = config_class.__name__.removesuffix("Config")
     about = (config_class.__doc__ or "").split("\n")[0]
     made = []
     for base, suffix in ((FwzooModel, "Model"), (FwzooForCausalLM, "ForCausalLM")):
-        body = {"config_class": config_class, "__doc__": about, "__module__": "fwzoo"}
+        body = {"config_class": config_class, "__doc__": about, "__module__": module}
         made.append(type(f"{name}{suffix}", (base,), body))
     return made[0], made[1]
 

@@ -263,3 +263,8 @@ class FastWeightCache(Cache):
         for layer in self.layers:
             layer.map(function)
         return self
+
+
+def holds_fast_weights(cache: Any) -> bool:
+    """Whether `cache` is a `FastWeightCache`, be it of another copy of this module, as a bundle from the Hub has one."""
+    return isinstance(cache, Cache) and bool(cache.layers) and all(hasattr(x, "memory") for x in cache.layers)
