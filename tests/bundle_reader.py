@@ -1,7 +1,8 @@
 """Run as a program: load bundles where neither fwzoo nor any optional package can be imported, and without a network.
 
-`python bundle_reader.py SOURCE RESULTS [SAVE_AGAIN]`: for every folder in SOURCE, what the loaded model makes of fixed
-tokens goes to `RESULTS/<folder>.safetensors`, and the model is saved again to `SAVE_AGAIN/<folder>`.
+`python bundle_reader.py RESULTS AGAIN NAME ...`: for every NAME, a folder or a name on the Hub that HF_ENDPOINT serves on
+this machine, what the loaded model makes of fixed tokens goes to `RESULTS/<last part of NAME>.safetensors`, and the model
+is saved again to `AGAIN/<last part>`, unless AGAIN is `-`.
 """
 
 import socket
@@ -10,28 +11,31 @@ from pathlib import Path
 
 
 def alone() -> None:
-    """From here on, nothing but torch and transformers can be imported, and nothing can be downloaded."""
+    """From here on, nothing but torch and transformers can be imported, and no other machine can be reached."""
     for name in ("fwzoo", "triton", "fla", "einops", "peft", "accelerate", "rich", "typer"):
         sys.modules[name] = None  # type: ignore[assignment]
+    connect = socket.socket.connect
 
-    def no_network(*args: object) -> None:
-        raise OSError("a bundle must load without a network")
+    def connect_here(self, address):  # type: ignore[no-untyped-def]
+        if self.family != socket.AF_INET or address[0] != "127.0.0.1":
+            raise OSError(f"{address} is on a network")
+        return connect(self, address)
 
-    socket.socket.connect = no_network  # type: ignore[method-assign]
+    socket.socket.connect = connect_here  # type: ignore[method-assign]
 
 
-def main(source: Path, results: Path, save_again: Path | None) -> None:
+def main(results: Path, again: str, names: list[str]) -> None:
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
     results.mkdir(exist_ok=True)
-    for folder in sorted(source.iterdir()):
-        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, verify=True).eval()
+    for name in names:
+        model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True, verify=True).eval()
         assert type(model).__module__.startswith("transformers_modules."), type(model).__module__
         assert type(model.model).__module__ == type(model).__module__ == type(model.config).__module__
-        save_file(read(model), results / f"{folder.name}.safetensors")
-        if save_again is not None:
-            model.save_pretrained(save_again / folder.name)
+        save_file(read(model), results / f"{Path(name).name}.safetensors")
+        if again != "-":
+            model.save_pretrained(Path(again) / Path(name).name)
     assert not any(name.startswith("fwzoo") for name in sys.modules if sys.modules[name] is not None)
 
 
@@ -52,5 +56,4 @@ def read(model):  # type: ignore[no-untyped-def]
 
 if __name__ == "__main__":
     alone()
-    paths = [Path(argument) for argument in sys.argv[1:]]
-    main(paths[0], paths[1], paths[2] if len(paths) > 2 else None)
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])

@@ -26,11 +26,11 @@ from rows import ROWS, Row
 rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
 
-def read_elsewhere(source: Path, results: Path, *again: Path) -> None:
+def read_elsewhere(results: Path, again: str, names: list[str], **variables: str) -> None:
     """Run `bundle_reader.py` in a process of its own, with its own cache of remote code."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    environment |= {"HF_MODULES_CACHE": str(results) + "-code", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, Path(__file__).with_name("bundle_reader.py"), source, results, *again]
+    environment |= {"HF_MODULES_CACHE": f"{results}-code", "HF_HUB_OFFLINE": "1", **variables}
+    command = [sys.executable, Path(__file__).with_name("bundle_reader.py"), results, again, *names]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
@@ -41,8 +41,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("bundles")
     for row in ROWS:
         row.model().save_pretrained(base / "saved" / row.name)
-    read_elsewhere(base / "saved", base / "results", base / "again")
-    read_elsewhere(base / "again", base / "results-again")
+    read_elsewhere(base / "results", str(base / "again"), [str(base / "saved" / row.name) for row in ROWS])
+    read_elsewhere(base / "results-again", "-", [str(base / "again" / row.name) for row in ROWS])
     return base
 
 

@@ -168,5 +168,55 @@ def archs() -> None:
     archs()
 
 
+Model = Annotated[str, typer.Argument(help="A folder that training wrote, or a Hub name.")]
+License = Annotated[str | None, typer.Option(help="The licence of the weights, as the Hub spells it: apache-2.0, ...")]
+Language = Annotated[str | None, typer.Option(help="The language of the text, as the Hub spells it: en, ...")]
+BaseModel = Annotated[str | None, typer.Option(help="The Hub name of the model that this one was made from.")]
+
+
+@app.command()
+def export(
+    model: Model,
+    out: Annotated[Path, typer.Argument(help="A new folder.")],
+    license: License = None,
+    language: Language = None,
+    base_model: BaseModel = None,
+) -> None:
+    """Write a model as a folder that loads without fwzoo: weights, tokenizer, code and card."""
+    from fwzoo.commands.hub import export
+
+    export(model, out, license=license, language=language, base_model=base_model)
+
+
+@app.command()
+def push(
+    model: Model,
+    repository: Annotated[str, typer.Argument(help="USER/NAME on the Hub; created when it does not exist.")],
+    private: Annotated[bool, typer.Option("--private", help="Create it as a private repository.")] = False,
+    license: License = None,
+    language: Language = None,
+    base_model: BaseModel = None,
+) -> None:
+    """Upload what `export` writes to the Hugging Face Hub."""
+    from fwzoo.commands.hub import push
+
+    push(model, repository, private, license=license, language=language, base_model=base_model)
+
+
+@app.command()
+def card(
+    model: Model,
+    out: Annotated[Path | None, typer.Option(help="Write to this file instead of the terminal.")] = None,
+    name: Annotated[str | None, typer.Option(help="The name under which others load it (default: MODEL).")] = None,
+    license: License = None,
+    language: Language = None,
+    base_model: BaseModel = None,
+) -> None:
+    """Show a model card made from the configuration and the numbers that training measured."""
+    from fwzoo.commands.hub import card
+
+    card(model, out, name, license=license, language=language, base_model=base_model)
+
+
 if __name__ == "__main__":
     main()
