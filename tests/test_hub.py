@@ -15,7 +15,9 @@ from huggingface_hub import HfApi
 from safetensors.torch import load_file
 from transformers import ByT5Tokenizer
 
+import fwzoo
 from bundle_reader import read
+from compare import error
 from hub_server import Hub, serve
 from rows import ROWS
 from test_export import read_elsewhere
@@ -65,10 +67,16 @@ def pushed(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Path:
         row.model().save_pretrained(folder)
         ByT5Tokenizer().save_pretrained(folder)
     script = """
+import fwzoo
+import torch
 from transformers import AutoModelForCausalLM
 by_command, by_method = sys.argv[1:]
 assert not command("push", by_command, "reader/by-command", "--license", "mit")
-AutoModelForCausalLM.from_pretrained(by_method).push_to_hub("by-method", private=True)
+model = AutoModelForCausalLM.from_pretrained(by_method)
+model.push_to_hub("by-method", private=True)
+memory = fwzoo.FastWeightCache(model.config)
+model(torch.arange(2, 40)[None], past_key_values=memory, use_cache=True)
+memory.push_to_hub("a-memory", source="Numbers.", base_model="reader/by-method")
 """
     done = process(hub, base / "writer", script, base / "command", base / "method")
     assert done.returncode == 0 and "pushed reader/by-command" in done.stdout, done.stderr
@@ -111,6 +119,18 @@ def test_a_snapshot_is_the_folder_that_was_pushed(
     assert all((tmp_path / name).read_bytes() == (pushed / "command" / name).read_bytes() for name in same)
 
 
+def test_a_memory_travels_over_the_hub(hub: Hub, pushed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = hub.repositories["reader/a-memory"].at("main")[1]  # type: ignore[index]
+    assert {"memory.safetensors", "memory.json", "README.md"} <= set(files)
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    model = METHOD.model()
+    memory = fwzoo.FastWeightCache.from_pretrained(tmp_path, model)
+    expected = model(torch.arange(2, 45)[None]).logits[:, 38:]
+    assert error(model(torch.arange(40, 45)[None], past_key_values=memory).logits, expected) < 1e-5
+    assert 'from_pretrained("reader/a-memory", model)' in files["README.md"].decode()
+
+
 def test_commands_take_hub_names_and_an_edited_file_is_detected(hub: Hub, pushed: Path, tmp_path: Path) -> None:
     repository = hub.repositories["reader/by-command"]
     good, files = repository.at("main")  # type: ignore[misc]
@@ -121,6 +141,9 @@ from fwzoo.conversion import verify_bundle
 good, out = sys.argv[1:]
 verify_bundle("reader/by-command", revision=good)
 assert not command("export", "reader/by-command", out)
+import fwzoo
+model = fwzoo.Falcon1ForCausalLM.from_pretrained("reader/by-method")
+assert fwzoo.FastWeightCache.from_pretrained("reader/a-memory", model).get_seq_length() == 38
 verify_bundle("reader/by-command")
 """
     done = process(hub, tmp_path / "home", script, good, tmp_path / "out")

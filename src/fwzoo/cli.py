@@ -143,11 +143,14 @@ def generate(
         Path | None, typer.Option(help="Write the memory (and the text's tokens) to this safetensors file.")
     ] = None,
     load_memory: Annotated[Path | None, typer.Option(help="Go on from a file that --save-memory wrote.")] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Start with a memory that `memorize` made: a folder or a Hub name.")
+    ] = None,
 ) -> None:
     """Continue a prompt; without one, piped text, or line by line at a terminal."""
     from fwzoo.commands.generate import run
 
-    run(model, prompt, prompt_file, max_new_tokens, temperature, top_p, greedy, seed, save_memory, load_memory)
+    run(model, prompt, prompt_file, max_new_tokens, temperature, top_p, greedy, seed, save_memory, load_memory, memory)
 
 
 @app.command()
@@ -186,6 +189,20 @@ def export(
     from fwzoo.commands.hub import export
 
     export(model, out, license=license, language=language, base_model=base_model)
+
+
+@app.command()
+def memorize(
+    model: Model,
+    text: Annotated[Path, typer.Option(help="The text to read.")],
+    out: Annotated[Path, typer.Option(help="A new folder for the memory.")],
+    passes: Annotated[int, _number("How often to read it.", int, 1)] = 1,
+    note: Annotated[str | None, typer.Option(help="A sentence on what was read, for the card.")] = None,
+) -> None:
+    """Read a text and keep what the model remembers of it as a folder that anyone with the model can load."""
+    from fwzoo.commands.memorize import run
+
+    run(model, text, passes, out, note)
 
 
 @app.command()

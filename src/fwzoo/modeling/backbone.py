@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import json
+import operator
 from typing import Any, ClassVar
 
 import torch
@@ -113,6 +117,22 @@ class FwzooPreTrainedModel(PreTrainedModel):
         return rows
 
     @torch.no_grad()
+    def fingerprint(self) -> str:
+        """32 hexadecimal digits of the backbone's weights and options: what a memory file is bound to.
+
+        The weights count in bfloat16, so that a model has one fingerprint whether it is loaded in float32 or bfloat16.
+        """
+        config, hashed = self.config, hashlib.sha256()
+        families = [part for part in registry.parts(config) if issubclass(part, FwzooConfig)]
+        options = {name: getattr(config, name) for family in families for name in family.options()}
+        hashed.update(json.dumps([config.mixers, config.feed_forwards, options], sort_keys=True).encode())
+        for name, x in sorted(self.get_decoder().state_dict().items()):
+            x = x.to(torch.bfloat16) if x.is_floating_point() else x
+            hashed.update(f"{name} {list(x.shape)}".encode())
+            hashed.update(x.reshape(-1).contiguous().view(torch.uint8).cpu().numpy().tobytes())
+        return hashed.hexdigest()[:32]
+
+    @torch.no_grad()
     def state_bytes(self) -> list[int]:
         """Bytes of cache that one sequence needs, for every layer (after one token)."""
         cache = FastWeightCache(self.config)
@@ -178,6 +198,8 @@ class FwzooModel(FwzooPreTrainedModel):
             use_cache, past = False, None
         if use_cache and past is None:
             past = FastWeightCache(self.config)
+        if past is not None and not torch.compiler.is_compiling():
+            past.used_by(self)
         mask = self._token_mask(attention_mask, inputs_embeds, past)
         cu_seqlens = self._document_bounds(inputs_embeds, attention_mask, position_ids, past, cu_seq_lens_q, seq_idx)
         sequences = inputs_embeds.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -227,7 +249,33 @@ class FwzooModel(FwzooPreTrainedModel):
             raise TypeError(f"{CACHE_KEY} is a {type(past).__name__}; a fwzoo model takes a fwzoo.FastWeightCache")
         if past is not None and len(past.layers) != len(self.layers):
             raise ValueError(f"{CACHE_KEY} has {len(past.layers)} layers; this model has {len(self.layers)}")
+        if past is not None and past.made_by is not None:
+            self.take_over(past, CACHE_KEY)
         return past
+
+    @torch.no_grad()
+    def take_over(self, memory: FastWeightCache, name: Any) -> None:
+        """Check that a loaded memory is this model's, and bring it to the devices of the layers.
+
+        Raises:
+            ValueError: it was made by another model, or (when loaded with `force=True`) has other shapes.
+        """
+        own = self.fingerprint()
+        if memory.made_by not in (None, own):
+            raise ValueError(
+                f"{str(name)!r} is the memory of a model with fingerprint {memory.made_by}; this model has {own}"
+            )
+        if len(memory.layers) != len(self.layers):
+            raise ValueError(f"{str(name)!r} has {len(memory.layers)} layers; this model has {len(self.layers)}")
+        for layer, block in zip(memory.layers, self.layers, strict=True):
+            layer.map(operator.methodcaller("to", next(block.parameters()).device))
+        if memory.made_by is None:
+            trial, token = copy.deepcopy(memory), torch.zeros(memory.batch_size, 1, dtype=torch.long)
+            try:
+                self(token.to(self.device), use_cache=True, **{CACHE_KEY: trial})
+            except (ValueError, TypeError, RuntimeError) as error:
+                raise ValueError(f"{str(name)!r} does not fit this model: {error}") from error
+        memory.made_by = None
 
     def _token_mask(self, attention_mask: Tensor | None, embeds: Tensor, past: FastWeightCache | None) -> Tensor | None:
         """bool `[B, T]` for the new tokens, or None when all are real."""
@@ -356,6 +404,8 @@ class FwzooForCausalLM(FwzooPreTrainedModel, GenerationMixin):
         if given is not None:
             self.model._resolve_cache(given, None)
             given._is_user_defined = True
+            if given.begins_text:
+                given.begin_text()
         elif generation_config.use_cache is not False:
             model_kwargs[CACHE_KEY] = FastWeightCache(self.config)
             if getattr(generation_config, "is_assistant", False):
