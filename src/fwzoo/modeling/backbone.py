@@ -9,6 +9,7 @@ import operator
 from typing import Any, ClassVar
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
@@ -84,12 +85,16 @@ class FwzooPreTrainedModel(PreTrainedModel):
         """transformers' own, and with `verify=True` a check that the code beside the weights was not edited.
 
         Raises:
-            ValueError: `verify` is True and a code file is not as it was generated.
+            ValueError: `verify` is True and a code file is not as it was generated. OSError: a weight file is damaged.
         """
         if verify:
             hub = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
             check_code(pretrained_model_name_or_path, **{name: kwargs[name] for name in hub if name in kwargs})
-        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        except SafetensorError as error:
+            name = str(pretrained_model_name_or_path)
+            raise OSError(f"the weights of {name!r} are damaged or incomplete ({error}); get them again") from error
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, (nn.Linear, nn.Embedding)):
