@@ -9,7 +9,7 @@ INSTALL := -m pip install -q --disable-pip-version-check
 PYTEST_OPTIONS ?= -n 2
 OLDEST_TESTS ?= tests
 
-.PHONY: setup quickstart test test-oldest test-gpu lint typecheck bench clean
+.PHONY: setup quickstart test test-oldest conformance test-gpu lint typecheck bench clean
 
 setup: .venv/installed
 
@@ -34,6 +34,10 @@ test: setup
 
 test-oldest: $(OLDEST)/installed
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest $(PYTEST_OPTIONS) $(OLDEST_TESTS)
+
+# transformers' own model tests on the zoo; fetches its source distribution into ~/.cache/fwzoo.
+conformance: setup
+	OMP_NUM_THREADS=1 $(BIN)/python tests/conformance/run.py $(PYTEST_OPTIONS)
 
 test-gpu: setup
 	$(BIN)/python -m pytest -m gpu

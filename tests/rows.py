@@ -48,4 +48,24 @@ ROWS = [
             "value_head_dim": 24,
         },
     ),
+    Row("lact", "lact"),
+    Row(
+        "lact-muon-prenorm-dense",
+        "lact",
+        {
+            "lact_muon": True,
+            "lact_prenorm": True,
+            "lact_rank": 0,
+            "lact_rate_per_channel": True,
+            "lact_qk_norm": True,
+            "lact_qkv_bias": True,
+            "lact_nope": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    Row(
+        "lact-falcon3",
+        "lact",
+        {"mixers": ["lact", "falcon3"], "lact_window": 9, "lact_chunk_size": 5, "lact_expansion": 1.5, "window": 2},
+    ),
 ]

@@ -62,16 +62,43 @@ def test_every_matrix_is_reached_and_every_adapter_changes_the_output(row: Row) 
             weight.zero_()
 
 
-@rows
-def test_parameters_that_are_no_matrix_are_known(row: Row) -> None:
-    """What "all-linear" leaves as it is: norms, embeddings and the filters of convolutions. Nothing else is skipped silently."""
-    model = row.model()
-    owners = dict(model.named_modules())
+def bare_parameters(model: nn.Module) -> dict[str, str]:
+    """Last part of the name to asks for, and the class to be named in an answer, of what LoRA leaves out: not in a linear
+    layer, norm or embedding. Filters of convolutions and initial fast weights are modules; others are parameters of a mixer.
+    """
+    owners, found = dict(model.named_modules()), {}
     for name, _ in model.named_parameters():
-        owner = owners[name.rpartition(".")[0]]
-        assert isinstance(owner, (nn.Linear, nn.RMSNorm, nn.Embedding)) or type(owner).__name__ == "ShortConvolution", (
-            name
-        )
+        path, _, last = name.rpartition(".")
+        if not isinstance(owners[path], (nn.Linear, nn.RMSNorm, nn.Embedding)):
+            leaf = not list(owners[path].children())
+            found[path.rpartition(".")[2] if leaf else last] = type(owners[path]).__name__ if leaf else last
+    return found
+
+
+@rows
+def test_what_is_no_matrix_is_refused_by_name(row: Row) -> None:
+    for name, named in bare_parameters(row.model()).items():
+        with pytest.raises(ValueError, match=named):
+            get_peft_model(row.model(), LoraConfig(target_modules=[name]))
+
+
+@rows
+def test_initial_fast_weights_and_filters_train_as_modules_to_save(row: Row, tmp_path: Path) -> None:
+    modules = [name for name, named in bare_parameters(row.model()).items() if name != named]
+    if not modules:
+        return
+    model = adapted(row, modules_to_save=modules)
+    before = logits(model)
+    trained = {n: p for n, p in model.named_parameters() if "modules_to_save" in n}
+    assert all(any(f".{name}." in n for n in trained) for name in modules)
+    assert all(p.requires_grad for p in trained.values())
+    with torch.no_grad():
+        for p in trained.values():
+            p.mul_(1.5)
+    changed = logits(model)
+    assert error(changed, before) > 1e-4
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(PeftModel.from_pretrained(row.model(), tmp_path).eval()), changed)
 
 
 @rows

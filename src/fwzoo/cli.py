@@ -154,6 +154,18 @@ def generate(
 
 
 @app.command()
+def convert(
+    layout: Annotated[str, typer.Argument(help="`lact-official`: the public LaCT code's layout.")],
+    source: Annotated[Path, typer.Argument(help="The folder of a checkpoint, in that layout or in ours.")],
+    target: Annotated[Path, typer.Argument(help="The folder for the other layout.")],
+) -> None:
+    """Convert a checkpoint from another code's layout to ours, or back."""
+    from fwzoo.commands.convert import run
+
+    run(layout, source, target)
+
+
+@app.command()
 def info(
     model_or_arch: Annotated[str, typer.Argument(help="A model folder, a Hub name or a registered architecture.")],
 ) -> None:

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import fwzoo
 from compare import error
+from fwzoo.kernels.falcon import RULES
 from fwzoo.modeling.cache import CACHE_KEY
 from rows import ROWS, Row
 
@@ -197,6 +198,8 @@ def test_outputs_are_those_of_a_transformers_model(row: Row) -> None:
         assert out.logits.shape == (2, 12, 384)
         assert len(out.hidden_states) == model.config.num_hidden_layers + 1
         assert torch.equal(model.lm_head(out.hidden_states[-1]), out.logits)
+        shifted = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
+        assert torch.equal(model(tokens, shift_labels=shifted).loss, out.loss)
         assert torch.equal(model(tokens, logits_to_keep=3).logits, out.logits[:, -3:])
         assert torch.equal(model(tokens, logits_to_keep=torch.tensor([0, 5])).logits, out.logits[:, [0, 5]])
         embeds = model.get_input_embeddings()(tokens)
@@ -255,13 +258,13 @@ def test_missing_weights_get_initial_values_after_loading_on_the_meta_device(row
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     for name, weight in model.state_dict().items():
         if name in missing:
-            assert loaded[name].isfinite().all() and loaded[name].std() < 1
-            assert name.endswith("norm.weight") or loaded[name].std() > 0
+            assert loaded[name].isfinite().all() and abs(loaded[name].mean() - weight.mean()) < 0.1 + 0.1 * weight.std()
+            assert abs(loaded[name].std() - weight.std()) <= 0.5 * weight.std()
         else:
             assert torch.equal(loaded[name], weight)
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if not row.overrides], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [row for row in ROWS if row.name in RULES], ids=lambda row: row.name)
 def test_the_memory_forgets_over_hundreds_of_tokens_at_first(row: Row) -> None:
     """At initialisation the gain is about 1 and the half-life of the memory a few hundred tokens."""
     config = row.config(hidden_size=64)
@@ -294,6 +297,19 @@ def test_bfloat16_stays_near_float32(row: Row) -> None:
         narrow = model.to(torch.bfloat16)(tokens).logits
     assert narrow.dtype == torch.bfloat16 and narrow.isfinite().all()
     assert (narrow.float() - exact).pow(2).mean().sqrt() < 0.1 * exact.std()
+
+
+@rows
+def test_autocast_trains_and_leaves_the_fast_weights_in_float32(row: Row) -> None:
+    model, tokens = row.model().train(), ids(2, 40)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(tokens, labels=tokens).loss
+        _, cache = stream(model, tokens, [17])
+    loss.backward()
+    assert error(loss, model(tokens, labels=tokens).loss) < 0.01
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    weights = [x for layer in cache.layers for name, x in layer.tensors.items() if name in ("mixer.S", "mixer.w0")]
+    assert weights and all(x.dtype == torch.float32 for x in weights)
 
 
 def test_state_bytes_and_kernel_report() -> None:

@@ -1,5 +1,8 @@
 """`fwzoo quickstart`: the whole way from text to a model that generates, in a few minutes on a CPU."""
 
+import os
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -94,11 +97,12 @@ def run(out: Path, steps: int, minutes: float, seed: int) -> None:
 
     (out / "README.md").write_text(_card(loaded, out, baselines, outcome, bits), encoding="utf-8")
     console.print(f"wrote {out}: model, tokenizer, README.md (model card), loss.json, loss.png", soft_wrap=True)
+    fwzoo = "fwzoo" if shutil.which("fwzoo") else os.path.relpath(sys.argv[0])  # as a reader can type it
     hints = {
-        f"fwzoo generate {out}": "type lines, the model goes on",
-        f"fwzoo info {out}": "layers, parameters, bytes of memory",
-        "fwzoo train FILE.txt --out DIR": "your own text; see `fwzoo train --help`",
-        "fwzoo archs": "what else there is",
+        f"{fwzoo} generate {out}": "type lines, the model goes on",
+        f"{fwzoo} info {out}": "layers, parameters, bytes of memory",
+        f"{fwzoo} train FILE.txt --out DIR": f"your own text; see `{fwzoo} train --help`",
+        f"{fwzoo} archs": "what else there is",
     }
     width = max(map(len, hints))
     console.print("try next:")

@@ -1,4 +1,4 @@
-"""From fwzoo's form of a model to others: a self-contained Hub folder, a model card."""
+"""From fwzoo's form of a model to others and back: the self-contained Hub folder, the card, other libraries' layouts."""
 
 from .export import bundle_sources, verify_bundle
 

@@ -2,5 +2,6 @@
 
 from .contract import Explanation, debug, explain
 from .falcon import FalconState, falcon
+from .lact import LactState, lact
 
-__all__ = ["Explanation", "FalconState", "debug", "explain", "falcon"]
+__all__ = ["Explanation", "FalconState", "LactState", "debug", "explain", "falcon", "lact"]

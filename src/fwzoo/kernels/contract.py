@@ -7,6 +7,7 @@ N sequences (B, or the number of documents when packed).
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -82,7 +83,7 @@ class Op:
         """The level that `auto` takes for a call of `tokens` tokens, and the reason."""
         if tokens <= self.short:
             return "reference", f"a call of at most {self.short} tokens is fastest as a token loop"
-        return "chunk", f"fastest available level for more than {self.short} tokens"
+        return "chunk", "fastest available level" + (f" for more than {self.short} tokens" if self.short else "")
 
     def resolve(self, level: str, tokens: int) -> Callable[..., Any]:
         """The implementation to run. Raises ValueError for a level that does not exist or cannot run."""
@@ -95,7 +96,7 @@ class Op:
             one_of("level", level, ("auto", *LEVELS))
             if (why := self.unavailable(level)) is not None:
                 raise ValueError(f"level is {level!r}, but {why}; use 'auto' or one of {sorted(self.levels)}")
-        return self.levels[level]
+        return functools.partial(_without_autocast, self.levels[level])
 
     def explain(self, tokens: int) -> Explanation:
         """What `auto` would do for a call of `tokens` tokens."""
@@ -106,6 +107,15 @@ class Op:
             if level != chosen
         }
         return Explanation(self.name, chosen, reason, others)
+
+
+def _without_autocast(run: Callable[..., Any], q: Tensor, *arguments: Any) -> Any:
+    """Call a level as it is written: under autocast its products, and its state with them, would be 16 bit."""
+    device = q.device.type
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return run(q, *arguments)
+    with torch.autocast(device, enabled=False):
+        return run(q, *arguments)
 
 
 _LOGGED: set[tuple[str, str]] = set()  # what was logged already: once per reason

@@ -162,6 +162,20 @@ class Tiling:
         rows = tiles.view(-1, heads, *tiles.shape[1:])[tile, :, where % self.chunk]
         return torch.where((position < 0)[..., None, None], 0, rows).transpose(1, 2)
 
+    def stream(self, past: Tensor, tiles: Tensor, position: Tensor) -> Tensor:
+        """Rows of every document's past followed by its tokens, at given positions.
+
+        Args:
+            past: `[N, P, H, F]`, in tile order. tiles: `[M * H, C, F]`. position: int64 `[N, m]`.
+        Returns: `[N, m, H, F]`.
+        """
+        size, heads = past.shape[1:3]
+        fresh = self.pick(tiles, position - size, heads).transpose(1, 2)
+        if size == 0:
+            return fresh
+        old = past.gather(1, position.clamp(max=size - 1)[..., None, None].expand(-1, -1, *past.shape[2:]))
+        return torch.where((position < size)[..., None, None], old, fresh)
+
     # --- per-document tensors ---
 
     def enter(self, x: Tensor) -> Tensor:

@@ -17,11 +17,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import TransformersKwargs, logging
 from transformers.utils.generic import can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
 
 from .. import registry
 from ..configuration.base import FwzooConfig
 from ..kernels import explain
-from .blocks import ShortConvolution
 from .cache import CACHE_KEY, FastWeightCache, FastWeightLayer, holds_fast_weights
 from .code import check_code
 
@@ -77,6 +77,7 @@ class FwzooPreTrainedModel(PreTrainedModel):
     _no_split_modules: ClassVar[list[str]] = ["FwzooBlock"]
     _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values", "cache", "layer_past"]
     _is_stateful = False
+    _can_record_outputs: ClassVar[dict[str, type]] = {"hidden_states": FwzooBlock}
 
     @classmethod
     def from_pretrained(
@@ -99,15 +100,16 @@ class FwzooPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, (nn.Linear, nn.Embedding)):
             init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+            if getattr(module, "bias", None) is not None:
+                init.zeros_(module.bias)
             if getattr(module, "padding_idx", None) is not None and not getattr(
                 module.weight, "_is_hf_initialized", False
             ):
                 init.zeros_(module.weight[module.padding_idx])
         elif isinstance(module, nn.RMSNorm):
             init.ones_(module.weight)
-        elif isinstance(module, ShortConvolution):
-            bound = module.size**-0.5
-            init.uniform_(module.weight, -bound, bound)
+        elif hasattr(module, "initialize_parameters"):
+            module.initialize_parameters(self.config)
 
     def kernel_report(self, tokens: int = 4096) -> list[tuple[int, str, str, str]]:
         """Which kernel level every layer runs for a call of `tokens` tokens: (layer, mixer, level, reason)."""
@@ -157,7 +159,7 @@ class FwzooModel(FwzooPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    @can_return_tuple
+    @capture_outputs
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -169,7 +171,6 @@ class FwzooModel(FwzooPreTrainedModel):
         cache: FastWeightCache | None = None,
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
-        output_hidden_states: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Hidden states of the last layer.
@@ -182,7 +183,8 @@ class FwzooModel(FwzooPreTrainedModel):
             use_cache: return the cache; default: `config.use_cache` outside of training.
             cu_seq_lens_q: int `[S + 1]`, boundaries of documents packed into a batch of one.
             seq_idx: `[1, T]`, document number of every token; the same as cu_seq_lens_q.
-            output_hidden_states: also return the input of every block and the final states.
+            kwargs: keywords of transformers' tools; `output_hidden_states` (True, or layer numbers) also returns the input
+                of every block and the final states.
 
         Raises:
             ValueError, TypeError: an argument has a wrong type, shape or value; the message names it.
@@ -210,18 +212,13 @@ class FwzooModel(FwzooPreTrainedModel):
         sequences = inputs_embeds.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         if past is not None and past.batch_size not in (-1, sequences):
             raise ValueError(f"{CACHE_KEY} holds {past.batch_size} sequences; this call has {sequences}")
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
 
         hidden = inputs_embeds
-        states = []
         for index, layer in enumerate(self.layers):
-            states.append(hidden)
             hidden = layer(hidden, mask, cu_seqlens, layer_past=None if past is None else past.layers[index])
         hidden = self.norm(hidden)
         return BaseModelOutputWithPast(
             last_hidden_state=hidden,
-            hidden_states=(*states, hidden) if output_hidden_states else None,
             **{CACHE_KEY: past if use_cache else None},
         )
 
@@ -355,13 +352,14 @@ class FwzooForCausalLM(FwzooPreTrainedModel, GenerationMixin):
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
-        output_hidden_states: bool | None = None,
+        shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Next-token logits, and the loss where labels are given.
 
         Args:
             labels: int64 `[B, T]`, the input ids themselves (they are shifted here); -100 is ignored.
+            shift_labels: labels that are shifted already, `[B, T]`; they take the place of `labels` in the loss.
             logits_to_keep: compute logits of the last n positions only (0: all), or of an index tensor.
             kwargs: `num_items_in_batch`, the number of labels to divide the summed loss by, and other keywords that
                 transformers' tools pass.
@@ -377,7 +375,6 @@ class FwzooForCausalLM(FwzooPreTrainedModel, GenerationMixin):
             cache=cache,
             cu_seq_lens_q=cu_seq_lens_q,
             seq_idx=seq_idx,
-            output_hidden_states=output_hidden_states,
             return_dict=True,
             **kwargs,
         )
@@ -385,12 +382,13 @@ class FwzooForCausalLM(FwzooPreTrainedModel, GenerationMixin):
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(hidden[:, keep, :])
         loss = None
-        if labels is not None:
-            if labels.shape != hidden.shape[:2]:
+        if labels is not None or shift_labels is not None:
+            if labels is not None and labels.shape != hidden.shape[:2]:
                 raise ValueError(f"labels has shape {list(labels.shape)}; it must be [B, T] = {list(hidden.shape[:2])}")
             loss = self.loss_function(
                 logits=logits,
                 labels=labels,
+                shift_labels=shift_labels,
                 vocab_size=self.config.vocab_size,
                 num_items_in_batch=kwargs.get("num_items_in_batch"),
             )

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import initialization as init
 
 from .. import registry
 from ..kernels.contract import check_cu_seqlens
@@ -46,21 +47,15 @@ class ShortConvolution(nn.Module):
         stream = torch.cat([tiling.before(tiles, history, past[:, None]), tiles], 1)
         y = sum((stream[:, i : i + chunk] * self.weight[:, i] for i in range(self.size)), x.new_zeros(()))
         back = tiling.lengths[:, None] + torch.arange(history, device=x.device)
-        new = _rows_of_stream(past, tiles, tiling, back)
+        new = tiling.stream(past[:, :, None], tiles, back).squeeze(2)
         return F.silu(tiling.untile(y, 1).squeeze(2)), tiling.leave(new)
+
+    def initialize_parameters(self, config: Any) -> None:
+        bound = self.size**-0.5
+        init.uniform_(self.weight, -bound, bound)
 
     def extra_repr(self) -> str:
         return f"channels={self.weight.shape[0]}, size={self.size}"
-
-
-def _rows_of_stream(past: Tensor, tiles: Tensor, tiling: Tiling, position: Tensor) -> Tensor:
-    """Rows of every document's past `[N, P, D]` followed by its tokens, at `position` `[N, m]`: `[N, m, D]`."""
-    size = past.shape[1]
-    fresh = tiling.pick(tiles, position - size, 1)[:, 0]
-    if size == 0:
-        return fresh
-    old = past.gather(1, position.clamp(max=size - 1)[..., None].expand(-1, -1, past.shape[2]))
-    return torch.where((position < size)[..., None], old, fresh)
 
 
 @registry.register_feed_forward("mlp")

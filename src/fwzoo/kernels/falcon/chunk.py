@@ -315,13 +315,6 @@ class _WindowSolve(torch.autograd.Function):
 # --- one decay a value column: rules 2 and 2A ---
 
 
-def _column_sums(log_decay: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums over the tokens before and after each one: u_{t-1} and u_C - u_t, `[R, C, V]` each, without cancellation."""
-    before = _one_later(log_decay.cumsum(1), 0)
-    after = _one_later(log_decay.flip(1).cumsum(1), 0).flip(1)
-    return before, after
-
-
 class _ColumnAttention(torch.autograd.Function):
     """o_t = sum_{j <= t} scores_tj exp(u_t - u_j) * b_j for every value column, by halving.
 
@@ -333,8 +326,13 @@ class _ColumnAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, log_decay: Tensor, b: Tensor, read_after_write: bool) -> Tensor:
-        """scores `[R, C, C]`; log_decay, b `[R, C, V]`; C a power of two. Returns `[R, C, V]`."""
+    def forward(
+        ctx: Any, scores: Tensor, log_decay: Tensor, b: Tensor, read_after_write: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """scores `[R, C, C]`; log_decay, b `[R, C, V]`; C a power of two.
+
+        Returns o, `ahead` and `behind` of the whole chunk `[R, C, V]`, and the sum of its log-decay `[R, 1, V]`.
+        """
         rows, chunk, columns = b.shape
         saved = []
         o = torch.diagonal(scores, dim1=1, dim2=2)[..., None] * b if read_after_write else torch.zeros_like(b)
@@ -354,16 +352,15 @@ class _ColumnAttention(torch.autograd.Function):
             total = total.sum(2)
         ctx.save_for_backward(scores, b, *saved)
         ctx.read_after_write = read_after_write
-        return o
+        return o, ahead, behind, total.view(rows, 1, columns)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        (scores, b, *saved), d_o = ctx.saved_tensors, grads[0].contiguous()
+        scores, b, *saved = ctx.saved_tensors
+        d_o, d_ahead, d_behind, d_total = grads[0].contiguous(), grads[1].clone(), grads[2].clone(), grads[3]
         rows, chunk, columns = b.shape
         d_scores, d_b = torch.zeros_like(scores), torch.zeros_like(b)
-        d_ahead, d_behind = torch.zeros_like(b), torch.zeros_like(b)
-        d_total = b.new_zeros(rows, 1, columns)
         for level, half in reversed(list(enumerate(_halves(chunk)))):
             shape = (rows, chunk // (2 * half), 2, half, columns)
             from_left, to_right, rescaled, read = saved[4 * level : 4 * level + 4]
@@ -411,13 +408,10 @@ def inner_product_columns_form(
 ) -> tuple[Tensor, Tensor]:
     """Masked attention with one decay a column."""
     b = strength * v
-    until, after = _column_sums(log_decay)
-    kept = (until + log_decay)[:, -1:].exp()
-    written = x.transpose(1, 2) @ (b * after.exp())
-    before, S = scan_steps(lambda S, kept, new: torch.addcmul(new, kept, S), S, (kept, written), steps, heads)
-    from_start = (until + log_decay if read_after_write else until).exp()
-    o = _ColumnAttention.apply(q @ x.transpose(1, 2), log_decay, b, read_after_write)
-    return torch.addcmul(o, from_start, q @ before), S
+    o, ahead, behind, total = _ColumnAttention.apply(q @ x.transpose(1, 2), log_decay, b, read_after_write)
+    written = x.transpose(1, 2) @ (b * behind.exp())
+    before, S = scan_steps(lambda S, kept, new: torch.addcmul(new, kept, S), S, (total.exp(), written), steps, heads)
+    return torch.addcmul(o, ahead.exp(), q @ before), S
 
 
 class _ColumnSolve(torch.autograd.Function):
@@ -480,13 +474,13 @@ def regression_columns_form(
     b_i = eta_i * (v_i - exp(u_{i-1}) S_0^T x_i - sum_{j < i} (x_i . x_j) exp(u_{i-1} - u_j) * b_j)
     """
     chunk = q.shape[1]
-    until, after = _column_sums(log_decay)
-    upto = until + log_decay
+    upto = log_decay.cumsum(1)
+    until, after = _one_later(upto, 0), _one_later(log_decay.flip(1).cumsum(1), 0).flip(1)
     gram = x @ x.transpose(1, 2)
     with torch.no_grad():
-        lower = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril(-1)[..., None]
-        decay = torch.where(lower, until[:, :, None] - upto[:, None], -torch.inf).exp_()
-        inverse = _column_inverses(decay * gram[..., None] * strength[:, :, None])
+        upper = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu()[..., None]
+        decay = (until[:, :, None] - upto[:, None]).masked_fill_(upper, -torch.inf).exp_()
+        inverse = _column_inverses((decay * gram[..., None]).mul_(strength[:, :, None]))
     kept, to_end = upto[:, -1:].exp(), after.exp()
     gain, target = strength * until.exp(), strength * v
     written = []
@@ -502,6 +496,5 @@ def regression_columns_form(
 
     solve = (gram, log_decay, strength, decay, inverse)
     before, S = scan_steps(update, S, (kept, x, target, gain, to_end, *solve), steps, heads)
-    o = _ColumnAttention.apply(q @ x.transpose(1, 2), log_decay, torch.cat(written), read_after_write)
-    from_start = (until + log_decay if read_after_write else until).exp()
-    return torch.addcmul(o, from_start, q @ before), S
+    o, ahead, *_ = _ColumnAttention.apply(q @ x.transpose(1, 2), log_decay, torch.cat(written), read_after_write)
+    return torch.addcmul(o, ahead.exp(), q @ before), S

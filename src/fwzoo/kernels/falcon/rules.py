@@ -129,10 +129,12 @@ def step_and_decay(
         assert energy is not None
         denominator = energy + ridge + options.eps
         writes = writes & (denominator != 0)
-        safe = torch.where(writes, denominator, 1)
-        eta = beta / safe
-        # 1 - eta * ridge, written so that float32 keeps its digits near the floor
-        gamma = (energy + options.eps + (1 - beta) * ridge) / safe
+        inverse = torch.where(writes, 1 / torch.where(writes, denominator, 1), 0)
+        eta = beta * inverse
+        # 1 - eta * ridge = (energy + eps + (1 - beta) * ridge) / denominator, so that float32 keeps its digits near the floor
+        kept = torch.where(writes, (energy + options.eps) * inverse, 1)
+        gamma = torch.addcmul(kept, 1 - beta, ridge * inverse)
     else:
-        eta, gamma = beta, 1 - beta * ridge
-    return torch.where(writes, eta, 0), torch.where(writes, gamma.clamp(min=options.decay_floor), 1)
+        eta = torch.where(writes, beta, 0)
+        gamma = 1 - eta * ridge
+    return eta, gamma.clamp(min=options.decay_floor)

@@ -1,0 +1,152 @@
+"""Large-chunk test-time training: a fast SwiGLU a head that is updated once a chunk of tokens.
+
+Source: "Test-Time Training Done Right" (2025).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .. import contract
+from ..contract import Op
+from .chunk import lact_chunk
+from .reference import lact_reference
+from .rules import LactState, Options, Tokens, empty_state
+
+__all__ = ["LactState", "lact"]
+
+LACT = contract.register(Op("lact", {"reference": lact_reference, "chunk": lact_chunk}))
+
+
+def lact(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lr0: Tensor,
+    lr1: Tensor,
+    lr2: Tensor,
+    w0: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    *,
+    momentum: Tensor | None = None,
+    chunk_size: int = 2048,
+    muon: bool = False,
+    prenorm: bool = False,
+    state: LactState | None = None,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    level: str = "auto",
+) -> tuple[Tensor, LactState]:
+    """Read a fast SwiGLU with every token; after every `chunk_size` tokens, move it towards their key-value pairs.
+
+    All tokens of a chunk read the weights from before the chunk. Gradients flow through the updates.
+
+    Source: "Test-Time Training Done Right" (2025).
+
+    Args:
+        q, k, v: query, key and value `[B, T, H, D]`, already normalised and rotated.
+        lr0, lr1, lr2: rates of the three matrices, `[B, T, H, 1]` or, with M = D, `[B, T, H, D]`.
+        w0, w1, w2: initial weights `[H, M, D]`, `[H, D, M]`, `[H, M, D]`; not used when a state is given.
+        momentum: `[B, T, H]`, share of the last direction that is kept (mean over the chunk); None for none.
+        chunk_size: C, tokens of a document in one update.
+        muon: orthogonalise each direction with five Newton-Schulz steps.
+        prenorm: sum the updates un-normalised and read a copy with rescaled rows; otherwise rescale the weights themselves.
+        state: `LactState` to continue from. mask: bool `[B, T]`, True for real tokens.
+        cu_seqlens: int64 `[S + 1]`, boundaries of documents packed along T (B must be 1); the state then has N = S rows.
+        level: "auto", "reference" or "chunk".
+
+    Returns:
+        Output `[B, T, H, D]` in the dtype of q (rows of masked tokens are 0), and the complete `LactState`.
+
+    Raises:
+        ValueError, TypeError: an argument has a wrong type, shape, dtype, device or value; the message names it.
+    """
+    _check_tokens(q, k, v, (lr0, lr1, lr2), momentum)
+    _check_weights(q, lr0, w0, w1, w2)
+    contract.whole_number("chunk_size", chunk_size, 1)
+    contract.one_of("muon", muon, (True, False))
+    contract.one_of("prenorm", prenorm, (True, False))
+    options = Options(chunk_size, momentum is not None, muon, prenorm)
+    contract.check_mask(mask, q)
+    bounds = contract.check_cu_seqlens(cu_seqlens, q)
+    documents = q.shape[0] if bounds is None else len(bounds) - 1
+    dtype = contract.compute_dtype(q.dtype)
+    fresh = empty_state(documents, k, lr0.shape[-1], (w0, w1, w2), chunk_size, dtype)
+    if state is None:
+        state, counts = fresh, [0] * documents
+    else:
+        state, counts = _check_state(state, fresh, chunk_size)
+    if momentum is None:
+        momentum = q.new_zeros(q.shape[:3], dtype=dtype)
+    tokens = Tokens(k, v, *(x.to(dtype) for x in (lr0, lr1, lr2, momentum)))
+    if contract.debugging():
+        _check_values({"q": q, **tokens._asdict()}, mask)
+    run = LACT.resolve(level, q.shape[1])
+    return run(q, tokens, options, state, counts, mask, bounds)
+
+
+def _check_tokens(q: Tensor, k: Tensor, v: Tensor, rates: tuple[Tensor, ...], momentum: Tensor | None) -> None:
+    contract.is_tensor("q", q, 4)
+    batch, length, heads, size = q.shape
+    if batch < 1 or heads < 1 or size < 1:
+        raise ValueError(f"q has shape {list(q.shape)}; B, H and D must be at least 1")
+    for name, x in (("k", k), ("v", v)):
+        contract.is_tensor(name, x, 4)
+        contract.has_shape(name, x, q.shape, "[B, T, H, D] like q")
+        contract.same_device(name, x, q)
+        if x.dtype != q.dtype:
+            raise ValueError(f"{name} has dtype {x.dtype}; it must be {q.dtype}, like q")
+    for i, x in enumerate(rates):
+        contract.is_tensor(f"lr{i}", x, 4)
+    columns = size if rates[0].shape[-1] == size else 1
+    for i, x in enumerate(rates):
+        contract.has_shape(
+            f"lr{i}", x, (batch, length, heads, columns), "[B, T, H, 1] or [B, T, H, D], all three alike,"
+        )
+        contract.same_device(f"lr{i}", x, q)
+    if momentum is not None:
+        contract.is_tensor("momentum", momentum, 3)
+        contract.has_shape("momentum", momentum, (batch, length, heads), "[B, T, H]")
+        contract.same_device("momentum", momentum, q)
+
+
+def _check_weights(q: Tensor, lr0: Tensor, w0: Tensor, w1: Tensor, w2: Tensor) -> None:
+    heads, size = q.shape[2:]
+    contract.is_tensor("w0", w0, 3)
+    hidden = w0.shape[1]
+    contract.has_shape("w0", w0, (heads, max(hidden, 1), size), "[H, M, D]")
+    for name, x, shape, axes in (
+        ("w1", w1, (heads, size, hidden), "[H, D, M]"),
+        ("w2", w2, (heads, hidden, size), "[H, M, D]"),
+    ):
+        contract.is_tensor(name, x, 3)
+        contract.has_shape(name, x, shape, axes)
+    for name, x in (("w0", w0), ("w1", w1), ("w2", w2)):
+        contract.same_device(name, x, q)
+    if lr0.shape[-1] > 1 and hidden != size:
+        raise ValueError(
+            f"lr0 has shape {list(lr0.shape)}, one rate a channel, with M = {hidden}; M must be D = {size} for that"
+        )
+
+
+def _check_state(state: LactState, fresh: LactState, chunk_size: int) -> tuple[LactState, list[int]]:
+    if not isinstance(state, LactState):
+        raise TypeError(f"state is a {type(state).__name__}; it must be a fwzoo.kernels.LactState")
+    for name, field, like in zip(state._fields, state, fresh, strict=True):
+        contract.is_tensor(f"state.{name}", field, like.ndim, floating=like.is_floating_point())
+        contract.has_shape(f"state.{name}", field, like.shape, "[N, ...]")
+        contract.same_device(f"state.{name}", field, like)
+        if not like.is_floating_point() and field.dtype != like.dtype:
+            raise ValueError(f"state.{name} has dtype {field.dtype}; it must be {like.dtype}")
+    counts = state.count.tolist()  # decides which chunks become full, so it is needed here anyway
+    if not all(0 <= count < chunk_size for count in counts):
+        raise ValueError(f"state.count is {counts}; it must lie between 0 and chunk_size - 1 = {chunk_size - 1}")
+    return LactState(*(field.to(like.dtype) for field, like in zip(state, fresh, strict=True))), counts
+
+
+def _check_values(tensors: dict[str, Tensor], mask: Tensor | None) -> None:
+    real = slice(None) if mask is None else mask
+    for name, tensor in tensors.items():
+        if not tensor[real].isfinite().all():
+            raise ValueError(f"{name} holds a value that is not finite; every real token must be finite")
