@@ -25,9 +25,13 @@ def alone() -> None:
 
 
 def main(results: Path, again: str, names: list[str]) -> None:
+    import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
+    torch.use_deterministic_algorithms(
+        True, warn_only=True
+    )  # as in the process of the tests: it changes orders of sums
     results.mkdir(exist_ok=True)
     for name in names:
         model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True, verify=True).eval()
