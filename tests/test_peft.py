@@ -13,7 +13,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 import fwzoo
-from compare import error
+from compare import error, floor
 from rows import ROWS, Row
 
 rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -57,8 +57,8 @@ def test_every_matrix_is_reached_and_every_adapter_changes_the_output(row: Row) 
     for name, layer in layers.items():
         weight = layer.lora_B["default"].weight
         with torch.no_grad():
-            weight.copy_(0.3 * torch.randn(weight.shape, generator=generator))
-            assert error(logits(model), before) > 1e-4, f"the adapter on {name} changes nothing"
+            weight.copy_(torch.randn(weight.shape, generator=generator))
+            assert error(logits(model), before) > 10 * floor(torch.float32), f"the adapter on {name} changes nothing"
             weight.zero_()
 
 
