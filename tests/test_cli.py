@@ -122,6 +122,17 @@ def test_info_of_a_folder(fwzoo_command, model_folder):
     assert re.search(r"\b(chunk|triton|reference)\b", out)
 
 
+def test_info_shows_the_layout(fwzoo_command, tmp_path):
+    config = fwzoo.FwzooConfig.from_layout(
+        "falcon3a,swa+none@1+fa@3", num_hidden_layers=4, hidden_size=32, num_attention_heads=2, vocab_size=384
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hybrid")
+    code, out, _ = fwzoo_command("info", str(tmp_path / "hybrid"))
+    assert code == 0
+    assert f"layout: {config.layout}\n" in out and config.layout.startswith("falcon3a")
+    assert "kernel level sdpa: softmax attention is torch's own kernel" in out
+
+
 # --- Training --------------------------------------------------------------------------------------------------------
 
 

@@ -176,6 +176,19 @@ def info(
 
 
 @app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(help="A folder that training wrote, or a Hub name; it has a memory.")],
+    text: Annotated[Path, typer.Option(help="The text that it reads.")],
+    out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("fwzoo-inspect"),
+    tokens: Annotated[int, _number("Tokens of the text at most.", int, 1)] = 2048,
+) -> None:
+    """Report what the memories of a model do with a text: slots, gates, collisions, growth."""
+    from fwzoo.commands.inspect import run
+
+    run(model, text, out, tokens)
+
+
+@app.command()
 def archs() -> None:
     """List the registered architectures."""
     from fwzoo.commands.info import archs

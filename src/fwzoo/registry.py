@@ -17,6 +17,7 @@ T = TypeVar("T", bound=type)
 
 _ARCHITECTURES: dict[str, type[FwzooConfig]] = {}
 _MIXER_OPTIONS: dict[str, type[FwzooConfig]] = {}
+_FEED_FORWARD_OPTIONS: dict[str, type[FwzooConfig]] = {}
 _MIXERS: dict[str, type] = {}
 _FEED_FORWARDS: dict[str, type] = {}
 _ON_SAVE: list[Callable[[Any, Any], None]] = []
@@ -33,6 +34,16 @@ def register_mixer_options(*names: str) -> Callable[[T], T]:
 
     def add(config_class: T) -> T:
         _MIXER_OPTIONS.update(dict.fromkeys(names, config_class))
+        return config_class
+
+    return add
+
+
+def register_feed_forward_options(*names: str) -> Callable[[T], T]:
+    """Class decorator: the configuration class whose fields are the options of these feed-forward modules."""
+
+    def add(config_class: T) -> T:
+        _FEED_FORWARD_OPTIONS.update(dict.fromkeys(names, config_class))
         return config_class
 
     return add
@@ -80,6 +91,11 @@ def mixer_options() -> dict[str, type[FwzooConfig]]:
     return dict(_MIXER_OPTIONS)
 
 
+def feed_forward_options() -> dict[str, type[FwzooConfig]]:
+    """The feed-forward names that have options, with the configuration class that holds them."""
+    return dict(_FEED_FORWARD_OPTIONS)
+
+
 def mixer(name: str) -> type:
     """The module class of a mixer. Raises ValueError for an unknown name, with the nearest known one."""
     return _find("mixer", name, _MIXERS)
@@ -101,7 +117,7 @@ def parts(config: Any) -> list[type]:
     modules take as options, then the modules. "mlp", the default of every feed-forward slot, is always among them.
     """
     names = dict.fromkeys(["mlp", *config.mixers, *config.feed_forwards])
-    tables: tuple[Mapping[str, type], ...] = (_MIXER_OPTIONS, _MIXERS, _FEED_FORWARDS)
+    tables: tuple[Mapping[str, type], ...] = (_MIXER_OPTIONS, _FEED_FORWARD_OPTIONS, _MIXERS, _FEED_FORWARDS)
     found = [table[name] for table in tables for name in names if name in table]
     return list(dict.fromkeys([type(config), *found]))
 

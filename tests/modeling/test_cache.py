@@ -112,10 +112,19 @@ def test_rewinding_needs_recording_and_stays_within_it() -> None:
 
 @rows
 def test_size_does_not_grow_with_tokens(row: Row) -> None:
+    """Only full attention keeps something for each token, always the same; FwPKM keeps the rows it has written."""
     model = row.model()
-    sizes = {stream(model, ids(1, n), [])[1].nbytes for n in (1, 10, 200)}
-    assert len(sizes) == 1
-    assert sizes.pop() == sum(model.state_bytes())
+    sizes = [[layer.nbytes for layer in stream(model, ids(1, n), [])[1].layers] for n in (1, 10, 200)]
+    assert sizes[0] == model.state_bytes()
+    c = model.config
+    for one_token, ten, many, mixer, feed_forward in zip(*sizes, c.mixers, c.feed_forwards, strict=True):
+        grows = 0
+        if mixer == "full_attention":
+            grows = 4 * c.num_key_value_heads * (c.head_dim + c.value_head_dim)
+        if feed_forward == "fwpkm":
+            assert one_token <= ten <= many
+        else:
+            assert (ten - one_token, many - one_token) == (9 * grows, 199 * grows)
 
 
 @rows

@@ -47,6 +47,7 @@ def info(name: str) -> None:
         parameters = sum(parameter.numel() for parameter in layer.parameters())
         table.add_row(str(i), mixer, feed_forward, kernels[i][0], f"{parameters:,}", f"{state:,}")
     console.print(table)
+    console.print(f"layout: {config.layout}", soft_wrap=True)
     console.print(f"{model.num_parameters():,} parameters in all, the {config.vocab_size:,} embeddings included")
     console.print(f"{sum(model.state_bytes()):,} bytes of memory a sequence")
     for level, reason in dict.fromkeys(kernels):

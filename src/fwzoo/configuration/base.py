@@ -8,6 +8,7 @@ from transformers import PretrainedConfig
 from transformers.utils import logging
 
 from .. import registry
+from .layout import format_layout, parse_layout
 
 logger = logging.get_logger("fwzoo")
 
@@ -39,12 +40,13 @@ class FwzooConfig(PretrainedConfig):
         num_hidden_layers: number of blocks. num_attention_heads: heads H of every mixer.
         head_dim: key size K a head; None means D / H. value_head_dim: value size V a head; None means K.
         mixers: name of the token mixer of every layer; None means the architecture's own everywhere.
-        feed_forwards: name of the module in the feed-forward slot of every layer; None means "mlp" everywhere.
+        feed_forwards: name of the module in the feed-forward slot of every layer; None means the
+            architecture's own ("mlp" everywhere, but for the memories).
         norm_eps: epsilon of the RMSNorms. initializer_range: standard deviation of initial matrices.
         kernel_level: level of every operator: "auto", "reference", "chunk" or "triton".
         use_cache: return the cache when not training. tie_word_embeddings: share input and output embeddings.
 
-    Options of the mixers are fields of their family's configuration; a hybrid takes those of every mixer it names.
+    Options of mixers and memories are fields of their family's configuration; a hybrid takes those of every one it names.
 
     Raises:
         ValueError, TypeError: a field has a value that is not allowed; the message names field and value.
@@ -75,6 +77,8 @@ class FwzooConfig(PretrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if "layer_types" in kwargs:
             raise ValueError(f"layer_types is {kwargs['layer_types']!r}; it is derived from mixers and cannot be set")
+        if "layout" in kwargs:
+            raise ValueError(f"layout is {kwargs['layout']!r}; give it to {type(self).__name__}.from_layout")
         sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
         optional = ("intermediate_size", "head_dim", "value_head_dim")
         for name in sizes + tuple(name for name in optional if getattr(self, name) is not None):
@@ -90,9 +94,12 @@ class FwzooConfig(PretrainedConfig):
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.value_head_dim is None:
             self.value_head_dim = self.head_dim
-        self.mixers = self._layers("mixers", self.default_mixer, registry.mixer_options())
-        self.feed_forwards = self._layers("feed_forwards", "mlp", registry.feed_forward_names())
-        for family in dict.fromkeys(registry.mixer_options()[name] for name in self.mixers):
+        count = self.num_hidden_layers
+        self.mixers = self._layers("mixers", [self.default_mixer] * count, registry.mixer_options())
+        names = registry.feed_forward_names()
+        self.feed_forwards = self._layers("feed_forwards", self.default_feed_forwards(count), names)
+        known = {**registry.mixer_options(), **registry.feed_forward_options()}
+        for family in dict.fromkeys(known[name] for name in (*self.mixers, *self.feed_forwards) if name in known):
             for name, value in family.options().items():
                 if not hasattr(self, name):
                     setattr(self, name, kwargs.pop(name, value))
@@ -108,8 +115,13 @@ class FwzooConfig(PretrainedConfig):
     # --- what a family adds ---
 
     @classmethod
+    def default_feed_forwards(cls, layers: int) -> list[str]:
+        """What sits in the feed-forward slots of a model of `layers` layers when `feed_forwards` is not given."""
+        return ["mlp"] * layers
+
+    @classmethod
     def options(cls) -> dict[str, Any]:
-        """Names and defaults of the mixer options that this family adds to the common fields."""
+        """Names and defaults of the options that this family adds to the common fields."""
         common = FwzooConfig.__dataclass_fields__
         own = cls.__dataclass_fields__
         return {name: field.default for name, field in own.items() if name not in common}
@@ -132,6 +144,40 @@ class FwzooConfig(PretrainedConfig):
         }
         return cls(**{**sizes, **overrides})
 
+    # --- layouts ---
+
+    @classmethod
+    def from_layout(cls, layout: str, **fields: Any) -> FwzooConfig:
+        """The configuration of a layout (see `fwzoo.configuration.layout`), with further fields by keyword.
+
+        Called on `FwzooConfig` itself, the architecture is the first one in the layout: that of a mixer, else that of a
+        feed-forward module, else the first one registered, whose own mixer then is in no layer.
+
+        Example:
+            >>> FwzooConfig.from_layout("falcon3a*3,swa", num_hidden_layers=12, hidden_size=256, num_attention_heads=4)
+
+        Raises:
+            ValueError, TypeError: the layout or a field is not allowed; for the layout, the message shows the position.
+        """
+        for name in ("mixers", "feed_forwards"):
+            if name in fields:
+                raise ValueError(
+                    f"{name} is {fields[name]!r}, but the layout says what is in every layer; give only one"
+                )
+        layers = fields.get("num_hidden_layers", cls.__dataclass_fields__["num_hidden_layers"].default)
+        if isinstance(layers, int) and layers >= 1:  # or else the constructor says what is wrong
+            fields["mixers"], fields["feed_forwards"] = parse_layout(layout, layers)
+        if cls is FwzooConfig:
+            known = registry.architectures()
+            named = [name for name in (*fields.get("mixers", ()), *fields.get("feed_forwards", ())) if name in known]
+            cls = known[next(iter([*named, *known]))]
+        return cls(**fields)
+
+    @property
+    def layout(self) -> str:
+        """Mixers and feed-forward modules in canonical layout notation."""
+        return format_layout(self.mixers or [], self.feed_forwards or [])
+
     # --- what transformers asks for ---
 
     def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
@@ -147,10 +193,10 @@ class FwzooConfig(PretrainedConfig):
 
     # --- checks ---
 
-    def _layers(self, name: str, default: str, known: Any) -> list[str]:
+    def _layers(self, name: str, default: list[str], known: Any) -> list[str]:
         layers = getattr(self, name)
         if layers is None:
-            layers = [default] * self.num_hidden_layers
+            layers = default
         if not isinstance(layers, (list, tuple)) or len(layers) != self.num_hidden_layers:
             raise ValueError(
                 f"{name} is {layers!r}; it must be a list of num_hidden_layers = {self.num_hidden_layers} names"

@@ -10,15 +10,18 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 logger = logging.getLogger("fwzoo.kernels")
+
+State = TypeVar("State", bound=tuple[Tensor, ...])
 
 LEVELS = ("reference", "chunk", "triton")
 
@@ -184,6 +187,73 @@ def same_device(name: str, value: Tensor, like: Tensor, like_name: str = "q") ->
         raise ValueError(f"{name} is on {value.device}; it must be on {like.device}, like {like_name}")
 
 
+def finite_number(name: str, value: Any, least: float = -math.inf) -> None:
+    """Raise unless `value` is a finite number of at least `least`."""
+    allowed = "a finite number" if least == -math.inf else f"a finite number of at least {least}"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is {value!r}; it must be {allowed}")
+    if not (math.isfinite(value) and value >= least):
+        raise ValueError(f"{name} is {value!r}; it must be {allowed}")
+
+
+def check_qkv(q: Any, k: Any, v: Any) -> None:
+    """Raise unless q and k are `[B, T, H, K]` and v is `[B, T, H, V]`, all of one floating dtype on one device."""
+    is_tensor("q", q, 4)
+    is_tensor("k", k, 4)
+    has_shape("k", k, q.shape, "[B, T, H, K] like q")
+    is_tensor("v", v, 4)
+    has_shape("v", v, (*q.shape[:3], v.shape[-1]), "[B, T, H, V]")
+    if min(q.shape[0], *q.shape[2:], v.shape[-1]) < 1:
+        raise ValueError(f"q has shape {list(q.shape)} and v {list(v.shape)}; B, H, K and V must be at least 1")
+    for name, tensor in (("k", k), ("v", v)):
+        same_device(name, tensor, q)
+        if tensor.dtype != q.dtype:
+            raise ValueError(f"{name} has dtype {tensor.dtype}; it must be {q.dtype}, like q")
+
+
+def check_gate(name: str, value: Any, q: Tensor) -> None:
+    """Raise unless `value` holds one number a token and head, `[B, T, H]`, on the device of q."""
+    is_tensor(name, value, 3)
+    has_shape(name, value, q.shape[:3], "[B, T, H]")
+    same_device(name, value, q)
+
+
+def check_state(state: Any, empty: State) -> State:
+    """`state` in the dtypes of `empty`, the state before the first token; raises unless all fields have its shapes."""
+    if not isinstance(state, type(empty)):
+        raise TypeError(f"state is a {type(state).__name__}; it must be a fwzoo.kernels.{type(empty).__name__}")
+    for name, field, like in zip(empty._fields, state, empty, strict=True):  # type: ignore[attr-defined]
+        is_tensor(f"state.{name}", field, like.ndim, floating=like.is_floating_point())
+        has_shape(f"state.{name}", field, like.shape, "[N, ...]")
+        same_device(f"state.{name}", field, like)
+        if not like.is_floating_point() and field.dtype != like.dtype:
+            raise ValueError(f"state.{name} has dtype {field.dtype}; it must be {like.dtype}")
+    return type(empty)(*(field.to(like.dtype) for field, like in zip(state, empty, strict=True)))
+
+
+def check_values(tensors: Mapping[str, Tensor], mask: Tensor | None) -> None:
+    """Under `debug()`, raise unless every real token of every tensor `[B, T, ...]` is finite."""
+    if not debugging():
+        return
+    real = slice(None) if mask is None else mask
+    for name, tensor in tensors.items():
+        if not tensor[real].isfinite().all():
+            raise ValueError(f"{name} holds a value that is not finite; every real token must be finite")
+
+
+def check_log_decay(log_decay: Tensor, mask: Tensor | None) -> None:
+    """Under `debug()`, raise unless every real token's log-decay is at most 0."""
+    if debugging() and ((real := log_decay if mask is None else log_decay[mask]) > 0).any():
+        raise ValueError(f"log_decay has maximum {real.max().item():.3g}; it must be at most 0")
+
+
+def check_documents(mask: Any, cu_seqlens: Any, like: Tensor) -> tuple[list[int] | None, int]:
+    """Validate mask and boundaries for inputs `like` `[B, T, ...]`; returns the boundaries and the number of documents."""
+    check_mask(mask, like)
+    bounds = check_cu_seqlens(cu_seqlens, like)
+    return bounds, like.shape[0] if bounds is None else len(bounds) - 1
+
+
 def check_mask(mask: Any, like: Tensor) -> None:
     """Raise unless `mask` is None or bool `[B, T]` for inputs `like` `[B, T, ...]`."""
     if mask is None:
@@ -224,3 +294,8 @@ def _brief(values: Sequence[Any]) -> str:
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 for float64 inputs, float32 for everything else: the dtype of gates, decays and accumulated state."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def empty_weights(documents: int, q: Tensor, v: Tensor) -> Tensor:
+    """Fast weights before the first token, `[N, H, K, V]`, for q `[B, T, H, K]` and v `[B, T, H, V]`."""
+    return q.new_zeros(documents, q.shape[2], q.shape[3], v.shape[3], dtype=compute_dtype(q.dtype))

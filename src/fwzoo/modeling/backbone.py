@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 import operator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -22,8 +23,9 @@ from transformers.utils.output_capturing import capture_outputs
 from .. import registry
 from ..configuration.base import FwzooConfig
 from ..kernels import explain
-from .cache import CACHE_KEY, FastWeightCache, FastWeightLayer, holds_fast_weights
+from .cache import CACHE_KEY, FastWeightCache, FastWeightLayer, LayerMemory, holds_fast_weights
 from .code import check_code
+from .memories.base import FastMemory, StagedBuffers, generating
 
 logger = logging.get_logger("fwzoo")
 
@@ -32,17 +34,22 @@ IGNORED = frozenset(TransformersKwargs.__annotations__) | {"cache_position", "to
 
 
 class FwzooBlock(GradientCheckpointingLayer):
-    """Pre-norm residual block: a token mixer, then the module in the feed-forward slot."""
+    """Pre-norm residual block: a token mixer, the module in the feed-forward slot, and perhaps a memory after it."""
 
     def __init__(self, config: FwzooConfig, layer_index: int) -> None:
         super().__init__()
         assert config.mixers is not None and config.feed_forwards is not None
         self.mixer_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mixer = registry.mixer(config.mixers[layer_index])(config, layer_index)
-        self.feed_forward = None
-        if config.feed_forwards[layer_index] != "none":
-            self.feed_forward_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-            self.feed_forward = registry.feed_forward(config.feed_forwards[layer_index])(config, layer_index)
+        name, module = config.feed_forwards[layer_index], None
+        if name != "none":
+            module = registry.feed_forward(name)
+        self.feed_forward, self.memory = None, None
+        if getattr(module, "is_memory", False) and config.memory_placement == "extra":
+            self.memory_norm, self.memory = _sublayer(module, config, layer_index)
+            module = registry.feed_forward("mlp")
+        if module is not None:
+            self.feed_forward_norm, self.feed_forward = _sublayer(module, config, layer_index)
 
     def forward(
         self,
@@ -52,7 +59,7 @@ class FwzooBlock(GradientCheckpointingLayer):
         layer_past: FastWeightLayer | None = None,
     ) -> Tensor:
         """hidden `[B, T, D]`; mask bool `[B, T]`; cu_seqlens int64 `[S + 1]`; layer_past: this layer's cache."""
-        inputs, mixing, feeding = hidden, None, None
+        inputs, mixing, feeding, remembering = hidden, None, None, None
         if layer_past is not None:
 
             def replay(layer: FastWeightLayer, tokens: int) -> None:
@@ -60,12 +67,22 @@ class FwzooBlock(GradientCheckpointingLayer):
 
             layer_past.begin(replay)
             mixing, feeding = layer_past.memory("mixer"), layer_past.memory("feed_forward")
+            remembering = layer_past.memory("memory")
         hidden = inputs + self.mixer(self.mixer_norm(inputs), mixing, mask, cu_seqlens)
         if self.feed_forward is not None:
             hidden = hidden + self.feed_forward(self.feed_forward_norm(hidden), feeding, mask, cu_seqlens)
+        if self.memory is not None:
+            hidden = hidden + self.memory(self.memory_norm(hidden), remembering, mask, cu_seqlens)
         if layer_past is not None:
             layer_past.end(inputs.shape[1])
         return hidden
+
+
+def _sublayer(module: Any, config: FwzooConfig, layer_index: int) -> tuple[nn.Module, nn.Module]:
+    """The norm in front of a module (none where it has its own), and the module."""
+    has_own_norm = getattr(module, "has_own_norm", False)
+    norm = nn.Identity() if has_own_norm else nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+    return norm, module(config, layer_index)
 
 
 class FwzooPreTrainedModel(PreTrainedModel):
@@ -116,6 +133,9 @@ class FwzooPreTrainedModel(PreTrainedModel):
         rows = []
         probe = torch.empty(1, tokens, 1, 1, device="meta")
         for index, block in enumerate(self.get_decoder().layers):
+            if block.mixer.operator is None:
+                rows.append((index, self.config.mixers[index], "sdpa", "softmax attention is torch's own kernel"))
+                continue
             choice = explain(block.mixer.operator, probe)
             level, reason = choice.level, choice.reason
             if self.config.kernel_level != "auto":
@@ -138,6 +158,49 @@ class FwzooPreTrainedModel(PreTrainedModel):
             hashed.update(f"{name} {list(x.shape)}".encode())
             hashed.update(x.reshape(-1).contiguous().view(torch.uint8).cpu().numpy().tobytes())
         return hashed.hexdigest()[:32]
+
+    @torch.no_grad()
+    def memorize(self, input_ids: Tensor, passes: int = 1, cache: FastWeightCache | None = None) -> FastWeightCache:
+        """Read a context `passes` times and write all of it into the memories of a cache.
+
+        Args:
+            input_ids: int64 `[B, T]`. passes: how often to read it.
+            cache: the cache to go on with (it is updated in place); None begins a new one.
+
+        Returns:
+            The cache. The memories have written their last chunk too, though it may not be full.
+        """
+        if isinstance(passes, bool) or not isinstance(passes, int):
+            raise TypeError(f"passes is {passes!r}; it must be an int of at least 1")
+        if passes < 1:
+            raise ValueError(f"passes is {passes}; it must be at least 1")
+        decoder = self.get_decoder()
+        cache = FastWeightCache(self.config) if cache is None else cache
+        with generating():
+            for _ in range(passes):
+                decoder(input_ids, use_cache=True, **{CACHE_KEY: cache})
+            for memory, held in decoder.fast_memories(cache):
+                held.write(**memory.flush(memory.state(held.read()))._asdict())
+        return cache
+
+    @torch.no_grad()
+    def fast_weights_to_checkpoint(self, cache: FastWeightCache) -> None:
+        """Make the memories of one sequence the fast weights that every new sequence starts from.
+
+        Tokens that are still pending in the cache are not written (`memorize` leaves none). The cache itself belongs to
+        the fast weights of before, and is of no use afterwards.
+
+        Args:
+            cache: a cache of one sequence, of this model.
+        """
+        decoder = self.get_decoder()
+        if not isinstance(cache, FastWeightCache):
+            raise TypeError(f"cache is a {type(cache).__name__}; it must be a fwzoo.FastWeightCache")
+        if not cache.layers[0].tensors or cache.batch_size != 1:
+            held = cache.batch_size if cache.layers[0].tensors else 0
+            raise ValueError(f"cache holds {held} sequences; the memory of exactly 1 can become the checkpoint's")
+        for memory, held in decoder.fast_memories(cache):
+            memory.place(**memory.carried(memory.state(held.read())))
 
     @torch.no_grad()
     def state_bytes(self) -> list[int]:
@@ -213,6 +276,7 @@ class FwzooModel(FwzooPreTrainedModel):
         if past is not None and past.batch_size not in (-1, sequences):
             raise ValueError(f"{CACHE_KEY} holds {past.batch_size} sequences; this call has {sequences}")
 
+        self.commit()
         hidden = inputs_embeds
         for index, layer in enumerate(self.layers):
             hidden = layer(hidden, mask, cu_seqlens, layer_past=None if past is None else past.layers[index])
@@ -221,6 +285,23 @@ class FwzooModel(FwzooPreTrainedModel):
             last_hidden_state=hidden,
             **{CACHE_KEY: past if use_cache else None},
         )
+
+    def memories(self) -> dict[int, StagedBuffers]:
+        """The memory of every layer that has one, by layer number."""
+        slots = ((i, slot) for i, layer in enumerate(self.layers) for slot in (layer.feed_forward, layer.memory))
+        return {i: slot for i, slot in slots if isinstance(slot, StagedBuffers)}
+
+    def fast_memories(self, cache: FastWeightCache) -> Iterator[tuple[FastMemory, LayerMemory]]:
+        """Every memory that is written while it is read, with what a cache holds of it."""
+        for layer, past in zip(self.layers, cache.layers, strict=True):
+            for owner in ("feed_forward", "memory"):
+                if isinstance(memory := getattr(layer, owner), FastMemory):
+                    yield memory, past.memory(owner)
+
+    def commit(self) -> None:
+        """Put in place what the last training step changed in the memories' buffers."""
+        for memory in self.memories().values():
+            memory.commit()
 
     def _check_ids(self, input_ids: Tensor) -> None:
         if input_ids.ndim != 2:
@@ -398,6 +479,11 @@ class FwzooForCausalLM(FwzooPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             **{CACHE_KEY: getattr(outputs, CACHE_KEY)},
         )
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' `generate`; every sequence has its own memory, in training mode too."""
+        with generating():
+            return super().generate(*args, **kwargs)
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any

@@ -13,6 +13,19 @@ from .. import registry
 from ..kernels.contract import check_cu_seqlens
 from ..kernels.tiling import Tiling
 
+FEATURE_MAPS = {
+    "identity": lambda x: x,
+    "elu1": lambda x: F.elu(x) + 1,
+    "relu": F.relu,
+    "silu": F.silu,
+    "softplus": F.softplus,
+}
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """16-bit gates in float32, others as they are."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
 
 class ShortConvolution(nn.Module):
     """Causal depthwise convolution over a document's real tokens, followed by SiLU.
@@ -56,6 +69,49 @@ class ShortConvolution(nn.Module):
 
     def extra_repr(self) -> str:
         return f"channels={self.weight.shape[0]}, size={self.size}"
+
+
+class FastWeightMixer(nn.Module):
+    """What fast-weight mixers share: query, key and value a head from a short convolution; norm, gate, output projection.
+
+    Every learned matrix is an `nn.Linear` that is applied through its forward.
+
+    Args:
+        conv: width of the short convolution on q, k and v; 0 means none.
+        gate: multiply the output by SiLU of a projection of the input.
+    """
+
+    def __init__(self, config: Any, *, conv: int, gate: bool) -> None:
+        super().__init__()
+        self.config = config
+        self.heads, self.key_size, self.value_size = config.num_attention_heads, config.head_dim, config.value_head_dim
+        keys, values = self.heads * self.key_size, self.heads * self.value_size
+        self.q_proj = nn.Linear(config.hidden_size, keys, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, keys, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, values, bias=False)
+        self.gate_proj = nn.Linear(config.hidden_size, values, bias=False) if gate else None
+        self.o_proj = nn.Linear(values, config.hidden_size, bias=False)
+        self.norm = nn.RMSNorm(self.value_size, eps=config.norm_eps)
+        self.conv = ShortConvolution(2 * keys + values, conv) if conv else None
+
+    def project(
+        self, hidden: Tensor, past: dict[str, Tensor], mask: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+        """q, k `[B, T, H, K]`, v `[B, T, H, V]`, and the convolution's new past; takes its old one out of `past`."""
+        qkv = torch.cat([self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)], -1)
+        new: dict[str, Tensor] = {}
+        if self.conv is not None:
+            qkv, new["conv"] = self.conv(qkv, past.pop("conv", None), mask, cu_seqlens)
+        sizes = (self.heads * self.key_size, self.heads * self.key_size, self.heads * self.value_size)
+        q, k, v = (x.unflatten(-1, (self.heads, -1)) for x in qkv.split(sizes, -1))
+        return q, k, v, new
+
+    def merge(self, o: Tensor, hidden: Tensor) -> Tensor:
+        """What was read `[B, T, H, V]`, normed, gated and projected: `[B, T, D]`."""
+        o = self.norm(o).flatten(-2)
+        if self.gate_proj is not None:
+            o = o * F.silu(self.gate_proj(hidden))
+        return self.o_proj(o)
 
 
 @registry.register_feed_forward("mlp")

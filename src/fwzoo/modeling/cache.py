@@ -25,8 +25,15 @@ HISTORY = 64  # calls that a recording layer can rewind
 Replay = Callable[["FastWeightLayer", int], None]
 
 
+SHARED = "shared_"  # a tensor whose name begins so belongs to all sequences and has no batch axis
+
+
 class LayerMemory:
-    """The part of a layer's cache that belongs to one module: a dict of batch-first tensors."""
+    """The part of a layer's cache that belongs to one module: a dict of batch-first tensors.
+
+    A tensor called `shared_...` has no batch axis: sequences point into it with tensors of their own, and reordering,
+    repeating or selecting sequences leaves it as it is.
+    """
 
     def __init__(self, layer: FastWeightLayer, owner: str) -> None:
         self._layer, self._prefix = layer, f"{owner}."
@@ -54,7 +61,7 @@ class FastWeightLayer(CacheLayerMixin):
     """One layer of a `FastWeightCache`.
 
     Attributes:
-        tensors: batch-first tensors by name.
+        tensors: batch-first tensors by name (but for those called `shared_...`, see `LayerMemory`).
         seen: number of tokens, padding included, as transformers counts them.
         record_past: whether calls are recorded so that `crop` can rewind them.
     """
@@ -127,17 +134,31 @@ class FastWeightLayer(CacheLayerMixin):
         self.tensors = {name: function(x) for name, x in self.tensors.items()}
         self._calls = []
 
+    def map_rows(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Replace every batch-first tensor by `function` of it. Raises ValueError when sequences share a memory."""
+        rows = self._batch_first()
+        if len({x.shape[0] for x in rows.values()}) > 1:
+            raise ValueError(
+                "the sequences of this cache share one memory (scope 'batch'), so they cannot be reordered, repeated or "
+                "selected; a cache made in evaluation has a memory for each"
+            )
+        self.tensors = {**self.tensors, **{name: function(x) for name, x in rows.items()}}
+        self._calls = []
+
+    def _batch_first(self) -> dict[str, Tensor]:
+        return {name: x for name, x in self.tensors.items() if not name.rpartition(".")[2].startswith(SHARED)}
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes row `beam_idx[i]`."""
-        self.map(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        self.map_rows(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` (int64 positions or a bool mask)."""
-        self.map(lambda x: x[indices.to(x.device)])
+        self.map_rows(lambda x: x[indices.to(x.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times."""
-        self.map(lambda x: x.repeat_interleave(repeats, dim=0))
+        self.map_rows(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def reset(self) -> None:
         """Forget everything: as new."""
@@ -150,10 +171,10 @@ class FastWeightLayer(CacheLayerMixin):
 
     @property
     def batch_size(self) -> int:
-        """Rows of the tensors. Raises AttributeError before the first call."""
+        """Number of sequences. Raises AttributeError before the first call."""
         if not self.tensors:
             raise AttributeError("batch_size is not known before the first call")
-        return next(iter(self.tensors.values())).shape[0]
+        return max(x.shape[0] for x in self._batch_first().values())
 
     # --- what transformers asks of a layer ---
 
@@ -197,7 +218,7 @@ class FastWeightCache(Cache):
     """The memory of a batch of sequences: one `FastWeightLayer` a layer of the model.
 
     Pass it to a model as `past_key_values` (or `cache`, from transformers 5.24) to continue where it stopped. Its size
-    does not grow with the number of tokens, unless a layer is softmax attention.
+    does not grow with the number of tokens, unless a layer is softmax attention or a memory that holds the rows it wrote.
 
     Args:
         config: configuration of the model the cache is for.

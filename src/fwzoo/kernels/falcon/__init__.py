@@ -5,7 +5,6 @@ Source: "Fast Weight Attention for Continual Learning" (2026).
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .. import contract
@@ -67,14 +66,10 @@ def falcon(
     """
     _check_inputs(q, k, v, beta, ridge, rule)
     options = _check_options(rule, window, pairing, timing, step, scale_coupled, eps, decay_floor)
-    contract.check_mask(mask, q)
-    bounds = contract.check_cu_seqlens(cu_seqlens, q)
-    documents = q.shape[0] if bounds is None else len(bounds) - 1
+    bounds, documents = contract.check_documents(mask, cu_seqlens, q)
     dtype = contract.compute_dtype(q.dtype)
-    if state is None:
-        state = empty_state(documents, q, v, options.window, dtype)
-    else:
-        state = _check_state(state, q, v, options.window, documents, dtype)
+    empty = empty_state(documents, q, v, options.window, dtype)
+    state = empty if state is None else contract.check_state(state, empty)
     if contract.debugging():
         _check_values(q, k, v, beta, ridge, mask, options)
     run = FALCON.resolve(level, q.shape[1])
@@ -83,24 +78,13 @@ def falcon(
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, ridge: Tensor, rule: str) -> None:
     contract.one_of("rule", rule, tuple(RULES))
-    contract.is_tensor("q", q, 4)
-    batch, tokens, heads, k_size = q.shape
-    contract.is_tensor("k", k, 4)
-    contract.has_shape("k", k, q.shape, "[B, T, H, K] like q")
-    contract.is_tensor("v", v, 4)
-    contract.has_shape("v", v, (batch, tokens, heads, v.shape[-1]), "[B, T, H, V]")
-    if k_size < 1 or v.shape[-1] < 1 or heads < 1 or batch < 1:
-        raise ValueError(f"q has shape {list(q.shape)} and v {list(v.shape)}; B, H, K and V must be at least 1")
+    contract.check_qkv(q, k, v)
     columns = (v.shape[-1],) if RULES[rule].per_column else ()
     axes = "[B, T, H, V], one gain a value column," if columns else "[B, T, H]"
     contract.is_tensor("beta", beta, 3 + len(columns))
-    contract.has_shape("beta", beta, (batch, tokens, heads, *columns), f"{axes} for rule {rule!r}")
-    contract.is_tensor("ridge", ridge, 3)
-    contract.has_shape("ridge", ridge, (batch, tokens, heads), "[B, T, H]")
-    for name, tensor in (("k", k), ("v", v), ("beta", beta), ("ridge", ridge)):
-        contract.same_device(name, tensor, q)
-        if name in ("k", "v") and tensor.dtype != q.dtype:
-            raise ValueError(f"{name} has dtype {tensor.dtype}; it must be {q.dtype}, like q")
+    contract.has_shape("beta", beta, (*q.shape[:3], *columns), f"{axes} for rule {rule!r}")
+    contract.same_device("beta", beta, q)
+    contract.check_gate("ridge", ridge, q)
 
 
 def _check_options(
@@ -134,28 +118,11 @@ def _check_options(
     )
 
 
-def _check_state(
-    state: FalconState, q: Tensor, v: Tensor, window: int, documents: int, dtype: torch.dtype
-) -> FalconState:
-    if not isinstance(state, FalconState):
-        raise TypeError(f"state is a {type(state).__name__}; it must be a fwzoo.kernels.FalconState")
-    expected = empty_state(documents, q[:, :0], v[:, :0], window, dtype)
-    for name, field, like in zip(state._fields, state, expected, strict=True):
-        contract.is_tensor(f"state.{name}", field, like.ndim, floating=like.is_floating_point())
-        contract.has_shape(f"state.{name}", field, like.shape, "[N, ...]")
-        contract.same_device(f"state.{name}", field, q)
-        if not like.is_floating_point() and field.dtype != like.dtype:
-            raise ValueError(f"state.{name} has dtype {field.dtype}; it must be {like.dtype}")
-    return FalconState(*(field.to(like.dtype) for field, like in zip(state, expected, strict=True)))
-
-
 def _check_values(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, ridge: Tensor, mask: Tensor | None, options: Options
 ) -> None:
+    contract.check_values({"q": q, "k": k, "v": v, "beta": beta, "ridge": ridge}, mask)
     real = slice(None) if mask is None else mask
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("beta", beta), ("ridge", ridge)):
-        if not tensor[real].isfinite().all():
-            raise ValueError(f"{name} holds a value that is not finite; every real token must be finite")
     if (ridge[real] < 0).any():
         raise ValueError(f"ridge has minimum {ridge[real].min().item():.3g}; it must be at least 0")
     low, high = beta[real].aminmax() if beta[real].numel() else (beta.new_ones(()), beta.new_ones(()))

@@ -220,10 +220,13 @@ def regression_form(
     heads: int,
     window: int,
     read_after_write: bool,
+    decay_before_residual: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Residuals of all chunks at once, as an affine function of S_0: e = from_v + from_S S_0; then a scan over chunks.
 
     e_{s,j} = v_j - exp(u_{s-1}) S_0^T x_j - sum_{s' < s} exp(u_{s-1} - u_{s'}) c_{s'} sum_{j'} (x_j . x_{j'}) e_{s',j'}
+
+    With `decay_before_residual` (and W = 1) the residual sees the state after this token's decay: u_s in place of u_{s-1}.
     """
     sizes = (v.shape[2], x.shape[2])
     decay = _decay_matrix(log_decay)
@@ -231,10 +234,11 @@ def regression_form(
     weight = decay * strength[:, None]
     earlier = _one_later(weight, 0)
     gram = x @ x.transpose(1, 2)
-    read = -x * F.pad(_one_later(from_start, 1), (window - 1, 0), value=1.0)[..., None]
+    seen, since = (weight, from_start) if decay_before_residual else (earlier, _one_later(from_start, 1))
+    read = -x * F.pad(since, (window - 1, 0), value=1.0)[..., None]
     if window == 1:
-        sides = torch.cat([v, read], -1)
-        residual = torch.linalg.solve_triangular(gram * earlier, sides, upper=False, unitriangular=True)[:, :, None]
+        sides = torch.cat([v, read], -1)  # of the system, only what lies below the diagonal is read
+        residual = torch.linalg.solve_triangular(gram * seen, sides, upper=False, unitriangular=True)[:, :, None]
     else:
         newest = gram[:, window - 1 :].unfold(2, window, 1) * earlier[..., None]
         within = torch.diagonal(gram.unfold(1, window, 1).unfold(2, window, 1), dim1=1, dim2=2).permute(0, 3, 1, 2)

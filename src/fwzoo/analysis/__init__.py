@@ -1,0 +1,5 @@
+"""Looking into memories: which slots are used, what the gates do, how a memory grows."""
+
+from .memory import LayerReport, MemoryReport, memory_report
+
+__all__ = ["LayerReport", "MemoryReport", "memory_report"]

@@ -1,0 +1,340 @@
+"""The clock of memories that are updated once a chunk: which tokens make a chunk, what is pending, what a token's target is.
+
+Axis letters: N sequences (rows, or packed documents), G memories (N with scope "sequence", 1 with scope "batch"), C chunk,
+L ticks of the longest stream. A stream is what is pending, followed by the new tokens; its first tick begins a chunk.
+With scope "sequence" every sequence has its own stream, of its real tokens. With scope "batch" all share one clock, which
+ticks on every column in which some row has a real token.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import contract
+
+
+@dataclass(frozen=True)
+class FastOptions:
+    """Options that the memories written while they are read have in common."""
+
+    chunk_size: int
+    lookahead: bool
+    normalize_targets: bool
+    scope: str
+    group: Any
+
+    @property
+    def shared(self) -> bool:
+        """One memory for all sequences."""
+        return self.scope == "batch"
+
+    def check(self) -> None:
+        """Raise unless these options are allowed."""
+        contract.whole_number("chunk_size", self.chunk_size, 1)
+        for name in ("lookahead", "normalize_targets"):
+            contract.one_of(name, getattr(self, name), (True, False))
+        contract.one_of("scope", self.scope, ("sequence", "batch"))
+        if self.group is not None and not self.shared:
+            raise ValueError(
+                f"group is given with scope {self.scope!r}; a memory is shared by ranks with scope 'batch' only"
+            )
+
+    def check_reference(self) -> None:
+        """Raise unless a token loop can run these options."""
+        if self.group is not None:
+            raise ValueError(
+                "level is 'reference', but a memory shared by a process group is pooled by level 'chunk' only"
+            )
+
+    def written(self, target: Tensor, dtype: torch.dtype) -> Tensor:
+        """The value that is written for targets `[..., V]`."""
+        target = target.to(dtype)
+        return F.layer_norm(target, target.shape[-1:]) if self.normalize_targets else target
+
+
+class Clock:
+    """The map between tokens `[B, T, ...]` and streams `[N, L, ...]`.
+
+    Args:
+        like: an input `[B, T, ...]`. chunk: C. lookahead: a token's target is the next token's value.
+        shared: one memory for all sequences (scope "batch").
+        mask: bool `[B, T]` or None. bounds: document boundaries or None.
+        pending: bool `[N, C]`, the real tokens that wait. count: int64 `[G]`, ticks that wait.
+        group: process group whose ranks share the memory, or None.
+
+    Attributes:
+        sequences: N. chunks: number of chunks, the last one perhaps not full.
+        real: bool `[N, L]`. count: ticks pending before the call. total: ticks of each stream. Both are lists of length G.
+    """
+
+    def __init__(
+        self,
+        like: Tensor,
+        chunk: int,
+        lookahead: bool,
+        shared: bool,
+        *,
+        mask: Tensor | None,
+        bounds: list[int] | None,
+        pending: Tensor,
+        count: Tensor,
+        group: Any = None,
+    ) -> None:
+        self.batch, self.tokens, self.device = like.shape[0], like.shape[1], like.device
+        self.chunk, self.lookahead, self.shared = chunk, lookahead, shared
+        self.sequences = self.batch if bounds is None else len(bounds) - 1
+        token, present = self._tokens(mask, bounds)
+        if shared:
+            tick = _any_rank(present.any(0), group)
+            token, present = _pad(token, tick.shape[0])[:, tick], _pad(present, tick.shape[0])[:, tick]
+            lengths = torch.full((1,), token.shape[1], device=self.device)
+        else:
+            order = torch.argsort((~present).long(), dim=1, stable=True)
+            token, present = token.gather(1, order), present.gather(1, order)
+            lengths = present.sum(1)
+        self.count, self.total = count.tolist(), (count + lengths).tolist()
+        self.ticks = max(self.total, default=0)
+        self.chunks = -(-self.ticks // chunk)
+        self._place(token, present, pending, count.expand(self.sequences))
+
+    def _tokens(self, mask: Tensor | None, bounds: list[int] | None) -> tuple[Tensor, Tensor]:
+        """Flat index of every token of every sequence `[N, T']`, and whether it is a real one."""
+        starts = [b * self.tokens for b in range(self.batch)] if bounds is None else bounds[:-1]
+        sizes = [self.tokens] * self.batch if bounds is None else [b - a for a, b in itertools.pairwise(bounds)]
+        column = torch.arange(max(sizes), device=self.device)
+        token = torch.tensor(starts, device=self.device)[:, None] + column
+        present = column < torch.tensor(sizes, device=self.device)[:, None]
+        if mask is not None:
+            present = present & mask.reshape(-1)[torch.where(present, token, 0)]
+        return token, present
+
+    def _place(self, token: Tensor, present: Tensor, pending: Tensor, count: Tensor) -> None:
+        """Index of the source of every tick: new tokens first, then pending ones, then nothing (-1)."""
+        new = self.batch * self.tokens
+        column = torch.arange(self.ticks, device=self.device).expand(self.sequences, -1)
+        waits = column < count[:, None]
+        fresh = column - count[:, None]
+        has_new = ~waits & (fresh < present.shape[1])
+        at = torch.where(has_new, fresh, 0)
+        if present.shape[1]:
+            has_new = has_new & present.gather(1, at)
+            at = token.gather(1, at)
+        old = torch.where(waits, column, 0)
+        waits = waits & pending.gather(1, old)
+        old = new + torch.arange(self.sequences, device=self.device)[:, None] * self.chunk + old
+        self._source = torch.where(has_new, at, torch.where(waits, old, -1))
+        self.real = self._source >= 0
+        place = torch.full((new + 1,), -1, device=self.device)
+        flat = torch.where(has_new, at, new).reshape(-1)
+        place[flat] = torch.arange(flat.numel(), device=self.device)
+        self._where = place[:-1]
+
+    def stream(self, new: Tensor, pending: Tensor) -> Tensor:
+        """`[B, T, ...]` and what is pending `[N, C, ...]` as streams `[N, L, ...]`; 0 where there is no real token."""
+        rows = torch.cat([new.flatten(0, 1), pending.flatten(0, 1).to(new.dtype)])
+        rows = (
+            rows[self._source.clamp(min=0)] if rows.shape[0] else rows.new_zeros(*self._source.shape, *rows.shape[1:])
+        )
+        return rows.masked_fill(~_like(self.real, rows), 0)
+
+    def back(self, stream: Tensor) -> Tensor:
+        """Streams `[N, L, ...]` to tokens `[B, T, ...]`; rows of masked tokens are 0."""
+        if self.ticks == 0:
+            return stream.new_zeros(self.batch, self.tokens, *stream.shape[2:])
+        rows = stream.flatten(0, 1)[self._where.clamp(min=0)]
+        rows = rows.masked_fill(_like(self._where < 0, rows), 0)
+        return rows.unflatten(0, (self.batch, self.tokens))
+
+    def updated(self, step: int) -> Tensor:
+        """bool `[G]`: the memories whose chunk `step` is updated in this call."""
+        end = (step + 1) * self.chunk
+        due = [total > end or (not self.lookahead and total == end) for total in self.total]
+        return torch.tensor(due, dtype=torch.bool, device=self.device)
+
+    def targets(self, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The target of every tick for v `[N, L, V]`, and whether it has come when its chunk is updated, bool `[N, L]`."""
+        if not self.lookahead:
+            return v, self.real
+        column = torch.arange(self.ticks, device=self.device)
+        following, target = _next(v, self.real)
+        return target, self.real & (following <= (column // self.chunk + 1) * self.chunk) & (following < self.ticks)
+
+    def pending(self, stream: Tensor) -> Tensor:
+        """The ticks that wait for their update after this call `[N, C, ...]`, 0 where there are none."""
+        start = torch.tensor([self._start(total) for total in self.total], device=self.device).expand(self.sequences)
+        column = start[:, None] + torch.arange(self.chunk, device=self.device)
+        if self.ticks == 0:
+            return stream.new_zeros(self.sequences, self.chunk, *stream.shape[2:])
+        at = _like(column.clamp(max=self.ticks - 1), stream).expand(-1, -1, *stream.shape[2:])
+        rows = stream.gather(1, at)
+        return rows.masked_fill(_like(column >= self.ticks, rows), 0)
+
+    def new_count(self) -> Tensor:
+        """int64 `[G]`: how many ticks wait after this call."""
+        return torch.tensor([total - self._start(total) for total in self.total], device=self.device)
+
+    def _start(self, total: int) -> int:
+        last = max(total - 1, 0) if self.lookahead else total
+        return last // self.chunk * self.chunk
+
+
+def pending_targets(v: Tensor, real: Tensor, lookahead: bool) -> tuple[Tensor, Tensor]:
+    """Targets of pending tokens v `[N, C, V]` when no further token comes, and whether they have one, bool `[N, C]`."""
+    if not lookahead:
+        return v, real
+    following, target = _next(v, real)
+    return target, real & (following < v.shape[1])
+
+
+def _next(v: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """Position of the next real token of every row (L when there is none), and its v."""
+    ticks = v.shape[1]
+    column = torch.arange(ticks, device=v.device)
+    where = torch.where(real, column, ticks).flip(1).cummin(1).values.flip(1)
+    following = torch.cat([where[:, 1:], where.new_full((where.shape[0], 1), ticks)], 1)
+    at = following.clamp(max=ticks - 1)[..., None].expand_as(v)
+    return following, v.gather(1, at)
+
+
+def _like(x: Tensor, other: Tensor) -> Tensor:
+    """`x` with axes of size 1 appended until it has as many as `other`."""
+    return x.view(*x.shape, *[1] * (other.ndim - x.ndim))
+
+
+def _pad(x: Tensor, columns: int) -> Tensor:
+    return torch.nn.functional.pad(x, (0, columns - x.shape[1]))
+
+
+def _any_rank(tick: Tensor, group: Any) -> Tensor:
+    """Columns in which some row of some rank has a real token."""
+    if group is None:
+        return tick
+    columns = torch.tensor([tick.shape[0]], device=tick.device)
+    dist.all_reduce(columns, dist.ReduceOp.MAX, group=group)
+    ticks = torch.nn.functional.pad(tick, (0, int(columns) - tick.shape[0])).int()
+    dist.all_reduce(ticks, dist.ReduceOp.MAX, group=group)
+    return ticks.bool()
+
+
+# --- the definition: one tick after the other ---
+
+Token = tuple[Tensor, ...]  # q, v and whatever else a token brings
+Update = Callable[[list[tuple[Token, "Tensor | None"]]], None]
+
+
+def run_ticks(
+    ticks: Sequence[dict[int, Token]],
+    pending: list[dict[int, Token]],
+    chunk: int,
+    lookahead: bool,
+    read: Callable[[Token], Tensor],
+    update: Update,
+) -> tuple[list[dict[int, Tensor]], list[dict[int, Token]]]:
+    """Read tick by tick, update chunk by chunk.
+
+    Args:
+        ticks: the new ones, each with the tokens of the rows that have one. pending: those that wait.
+        read: token to output. update: takes the tokens of a chunk, each with its target (None: it has not come).
+    Returns: outputs of every tick, and the ticks that wait now.
+    """
+    outputs = []
+    for tick in ticks:
+        if lookahead and len(pending) == chunk:
+            update(_with_targets(pending, tick, lookahead))
+            pending = []
+        outputs.append({row: read(token) for row, token in tick.items()})
+        pending = [*pending, tick]
+        if not lookahead and len(pending) == chunk:
+            update(_with_targets(pending, {}, lookahead))
+            pending = []
+    return outputs, pending
+
+
+def _with_targets(
+    pending: list[dict[int, Token]], last: dict[int, Token], lookahead: bool
+) -> list[tuple[Token, Tensor | None]]:
+    """Every pending token with the v of the next token of its row (its own v without lookahead)."""
+    pairs: list[tuple[Token, Tensor | None]] = []
+    ticks = [*pending, last]
+    for i, tick in enumerate(pending):
+        for row, token in tick.items():
+            later = [other[row][1] for other in ticks[i + 1 :] if row in other]
+            target = token[1] if not lookahead else later[0] if later else None
+            pairs.append((token, target))
+    return pairs
+
+
+def run_reference(
+    inputs: Sequence[Tensor],
+    pending: Sequence[Tensor],
+    real: Tensor,
+    count: Tensor,
+    chunk: int,
+    lookahead: bool,
+    shared: bool,
+    mask: Tensor | None,
+    bounds: list[int] | None,
+    read: Callable[[int, Token], Tensor],
+    update: Callable[[int, list[tuple[Token, Tensor | None]]], None],
+    zero: Tensor,
+) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
+    """The token loop of a chunk-updated memory.
+
+    Args:
+        inputs: q, v, ... `[B, T, ...]`. pending: the same of the state `[N, C, ...]`. real `[N, C]`, count `[G]`: see `Clock`.
+        read: memory and token to output. update: memory and tokens with their targets.
+        zero: output of a masked token `[V]`.
+    Returns: output `[B, T, V]`, new pending tensors, new real, new count.
+    """
+    batch, tokens = inputs[0].shape[:2]
+    spans = [(b, 0, tokens) for b in range(batch)]
+    if bounds is not None:
+        spans = [(0, start, end) for start, end in itertools.pairwise(bounds)]
+    is_real = [[True] * tokens] * batch if mask is None else mask.tolist()
+    rows = [[(b, t) if is_real[b][t] else None for t in range(start, end)] for b, start, end in spans]
+    groups = [list(range(len(rows)))] if shared else [[n] for n in range(len(rows))]
+    outputs: dict[tuple[int, int], Tensor] = {}
+    waiting: list[tuple[list[int], list[dict[int, Token]]]] = []
+    for g, members in enumerate(groups):
+        old = [{n: tuple(x[n, c] for x in pending) for n in members if real[n, c]} for c in range(int(count[g]))]
+        longest = max(len(rows[n]) for n in members)
+        columns: list[dict[int, tuple[int, int]]] = [{} for _ in range(longest)]
+        for n in members:
+            for c, at in enumerate(rows[n]):
+                if at is not None:
+                    columns[c][n] = at
+        columns = [column for column in columns if column]
+        ticks = [{n: tuple(x[at] for x in inputs) for n, at in column.items()} for column in columns]
+        done, left = run_ticks(ticks, old, chunk, lookahead, functools.partial(read, g), functools.partial(update, g))
+        for column, output in zip(columns, done, strict=True):
+            outputs.update({column[n]: y for n, y in output.items()})
+        waiting.append((members, left))
+    o = [torch.stack([outputs.get((b, t), zero) for t in range(tokens)]) for b in range(batch) if tokens]
+    out = torch.stack(o) if o else zero.new_zeros(batch, 0, *zero.shape)
+    new_pending = [
+        torch.stack([_column(waiting, n, chunk, i, x[0, 0]) for n in range(len(rows))]) for i, x in enumerate(pending)
+    ]
+    new_real = torch.zeros_like(real)
+    for members, left in waiting:
+        for c, tick in enumerate(left):
+            for n in members:
+                new_real[n, c] = n in tick
+    return out, new_pending, new_real, torch.tensor([len(left) for _, left in waiting], device=count.device)
+
+
+def _column(waiting: Any, n: int, chunk: int, field: int, like: Tensor) -> Tensor:
+    """Pending tensor `[C, ...]` of sequence n."""
+    left = next(left for members, left in waiting if n in members)
+    empty = torch.zeros_like(like)
+    return torch.stack(
+        [left[c][n][field].detach().to(like.dtype) if c < len(left) and n in left[c] else empty for c in range(chunk)]
+    )

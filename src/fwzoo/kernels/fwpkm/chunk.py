@@ -1,0 +1,214 @@
+"""FwPKM in chunks: all reads of a chunk at once, then the closed forms of its update.
+
+Source: "Fast-weight Product Key Memory" (2026).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..clock import Clock, pending_targets
+from ..contract import compute_dtype
+from ..product_keys import Selection, keep_read, select, sum_rows, watching
+from .state import FwpkmState, Options, Overlay
+
+
+@torch.compiler.disable  # how many chunks and rows there are depends on the values
+def fwpkm_chunk(
+    q: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    options: Options,
+    state: FwpkmState,
+    mask: Tensor | None,
+    bounds: list[int] | None,
+) -> tuple[Tensor, FwpkmState]:
+    """Chunk form over `[B, T, .]`; arguments are those of `fwzoo.kernels.fwpkm`, checked."""
+    dtype = compute_dtype(q.dtype)
+    clock = Clock(
+        q,
+        options.chunk_size,
+        options.lookahead,
+        options.shared,
+        mask=mask,
+        bounds=bounds,
+        pending=state.real,
+        count=state.count,
+        group=options.group,
+    )
+    q_stream, v_stream, gate_stream = (
+        clock.stream(x, old) for x, old in ((q, state.q), (v.detach(), state.v), (gate.detach(), state.gate))
+    )
+    target, known = clock.targets(v_stream) if clock.ticks else (v_stream, clock.real)
+    memory = Memory(state.keys, Overlay(values, state, options.max_slots, options.evict), options)
+    pieces, reads = [], []
+    for step in range(clock.chunks):
+        updated = clock.updated(step)
+        writes = bool(updated.any())
+        start, end = step * options.chunk_size, (step + 1) * options.chunk_size
+        if step == 0 and not writes and clock.count:
+            start = min(clock.count)  # what was pending has been read already
+            pieces.append(v_stream.new_zeros(clock.sequences, start, v.shape[2], dtype=dtype))
+        part = slice(start, end)
+        v_hat, selection = memory.read(q_stream[:, part].to(dtype))
+        pieces.append(v_hat)
+        if watching():
+            reads.append((start, selection))
+        if writes:
+            now = updated[:, None].expand(clock.sequences if options.shared else -1, 1)
+            chosen = (x[:, part] for x in (q_stream, target, gate_stream))
+            memory.update(selection, v_hat, *chosen, known[:, part] & now, clock.real[:, part] & now)
+    o = torch.cat(pieces, 1) if pieces else v_stream.to(dtype)
+    new = FwpkmState(
+        keys=memory.keys,
+        **memory.overlay.fields(),
+        q=clock.pending(q_stream.detach()),
+        v=clock.pending(v_stream),
+        gate=clock.pending(gate_stream),
+        real=clock.pending(clock.real),
+        count=clock.new_count(),
+        base=state.base,
+    )
+    if reads:
+        _keep(clock, reads)
+    return clock.back(o).to(v.dtype), new
+
+
+def _keep(clock: Clock, reads: list[tuple[int, Selection]]) -> None:
+    """Hand what was selected to `watch()`, in the order of the tokens."""
+    streams = []
+    for field in ("slots", "weights"):
+        parts = [getattr(selection, field) for _, selection in reads]
+        rows = torch.cat([x.reshape(clock.sequences, -1, *x.shape[2:]) for x in parts], 1)
+        streams.append(clock.back(F.pad(rows, (0, 0, 0, 0, reads[0][0], 0))))
+    keep_read(*streams)
+
+
+def fwpkm_flush(state: FwpkmState, values: Tensor, options: Options) -> FwpkmState:
+    """Update with the pending tokens that have a target, and start a new chunk."""
+    target, known = pending_targets(state.v, state.real, options.lookahead)
+    memory = Memory(state.keys, Overlay(values, state, options.max_slots, options.evict), options)
+    with torch.no_grad():
+        v_hat, selection = memory.read(state.q.to(state.keys.dtype))
+    memory.update(selection, v_hat, state.q, target, state.gate, known, known)
+    cleared = {name: torch.zeros_like(getattr(state, name)) for name in ("q", "v", "gate", "real", "count")}
+    return FwpkmState(keys=memory.keys, **memory.overlay.fields(), **cleared, base=state.base)
+
+
+class Memory:
+    """The fast weights of all memories during a call.
+
+    Args:
+        keys: `[G, 2, H, n, F]`. overlay: the tables.
+    """
+
+    def __init__(self, keys: Tensor, overlay: Overlay, options: Options) -> None:
+        self.keys, self.overlay, self.options = keys, overlay, options
+
+    def read(self, q: Tensor) -> tuple[Tensor, Selection]:
+        """Values read `[N, W, V]` for queries `[N, W, H, K]`, and what was selected (`[G, tokens, H, k]`)."""
+        groups = self.keys.shape[0]
+        selection = select(
+            q.reshape(groups, -1, *q.shape[2:]),
+            self.keys,
+            self.options.top_k,
+            self.options.score,
+            self.options.score_eps,
+        )
+        v_hat = self.overlay.read(self._entries(selection).flatten(0, 1), selection.weights.flatten(2).flatten(0, 1))
+        return v_hat.view(*q.shape[:2], v_hat.shape[1]), selection
+
+    def _entries(self, selection: Selection) -> Tensor:
+        """`[G, tokens, H * k]`"""
+        memory = torch.arange(self.keys.shape[0], device=self.keys.device)[:, None, None]
+        return memory * self.overlay.size + selection.slots.flatten(2)
+
+    @torch.no_grad()
+    def update(
+        self, selection: Selection, v_hat: Tensor, q: Tensor, target: Tensor, gate: Tensor, writes: Tensor, real: Tensor
+    ) -> None:
+        """Move values and sub-keys by a chunk of tokens.
+
+        Args:
+            selection, v_hat: what `read` returned for the chunk. q `[N, W, H, K]`, target `[N, W, V]`, gate `[N, W]`.
+            writes: bool `[N, W]`, tokens whose target is known. real: bool `[N, W]`, tokens that count as uses of the keys.
+        """
+        options, dtype, groups = self.options, self.keys.dtype, self.keys.shape[0]
+        target = options.written(target, dtype)
+        weight = selection.weights.flatten(2)
+        if options.gate_weighting:
+            weight = gate.to(dtype).reshape(groups, -1, 1) * weight
+        written = writes.reshape(groups, -1)
+        self._write_values((target - v_hat)[writes], weight[written], self._entries(selection)[written])
+        if options.address_loss:
+            self._move_keys(selection, q.to(dtype).reshape(groups, -1, *q.shape[2:]), real.reshape(groups, -1))
+
+    def _write_values(self, residual: Tensor, weight: Tensor, entries: Tensor) -> None:
+        """residual `[X, V]`; weight and entries `[X, H * k]`."""
+        ordered, order = torch.sort(entries.flatten(), stable=True)
+        rows, counts = torch.unique_consecutive(ordered, return_counts=True)
+        change = sum_rows(residual, order // entries.shape[1], weight.flatten()[order], counts)
+        if self.options.group is not None:
+            rows, change, counts = _pool_rows(rows, change, counts, self.options.group)
+        if self.options.row_averaging:
+            change /= counts[:, None]
+        self.overlay.put(rows, change.mul_(self.options.value_lr).add_(self.overlay.get(rows)))
+
+    def _move_keys(self, selection: Selection, q: Tensor, real: Tensor) -> None:
+        """A gradient step on sum p log p, p the mean use of every sub-key."""
+        groups, _, heads, n, size = self.keys.shape
+        # sub-keys kept by the real tokens, [X, H, 2, k]: their share of the use, and where they lie in [G, 2, H, n]
+        memory = torch.nonzero(real)[:, 0]
+        table = torch.arange(groups * 2 * heads, device=q.device).view(groups, 2, heads).transpose(1, 2) * n
+        at = selection.index[real] + table[memory][..., None]
+        half = selection.half[real]
+        share = half.softmax(-1)
+        use = share.new_zeros(groups * 2 * heads * n).index_add_(0, at.flatten(), share.flatten())
+        tokens = real.sum(1)
+        if self.options.group is not None:
+            dist.all_reduce(use, group=self.options.group)
+            dist.all_reduce(tokens, group=self.options.group)
+        tokens = tokens.clamp(min=1)
+        mean = use.view(groups, -1) / tokens[:, None]
+        log_mean = torch.where(mean > 0, mean, 1).log().flatten()[at]
+        weight = share * (log_mean - (share * log_mean).sum(-1, keepdim=True)) / tokens[memory][:, None, None, None]
+        # the gradient of a sub-key is a weighted sum of query halves (dot), or of their differences from it (idw)
+        ordered, order = torch.sort(at.flatten(), stable=True)
+        moved, counts = torch.unique_consecutive(ordered, return_counts=True)
+        if self.options.score == "idw":
+            weight = 2 * weight * half.exp()
+        weight = weight.flatten()[order]
+        halves = q[real].reshape(-1, size)
+        step = sum_rows(halves, order // at.shape[-1], weight, counts)
+        if self.options.score == "idw":
+            total = use.new_zeros(moved.shape[0]).index_add_(0, torch.repeat_interleave(counts), weight)
+            step -= total[:, None] * self.keys.reshape(-1, size)[moved]
+        d_keys = torch.zeros_like(self.keys).view(-1, size)
+        d_keys[moved] = step
+        if self.options.group is not None:
+            dist.all_reduce(d_keys, group=self.options.group)
+        self.keys = self.keys - self.options.key_lr * d_keys.view_as(self.keys)
+
+
+def _pool_rows(rows: Tensor, change: Tensor, counts: Tensor, group: object) -> tuple[Tensor, Tensor, Tensor]:
+    """Entries, sums and counts added up over all ranks; every rank gets the same."""
+    ranks = dist.get_world_size(group)
+    number = torch.tensor([rows.shape[0]], device=rows.device)
+    numbers = [torch.zeros_like(number) for _ in range(ranks)]
+    dist.all_gather(numbers, number, group=group)
+    longest = max(int(x) for x in numbers)
+
+    def gather(x: Tensor) -> Tensor:
+        padded = torch.cat([x, x.new_zeros(longest - x.shape[0], *x.shape[1:])])
+        parts = [torch.empty_like(padded) for _ in range(ranks)]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[: int(n)] for part, n in zip(parts, numbers, strict=True)])
+
+    merged, inverse = torch.unique(gather(rows), return_inverse=True)
+    total = change.new_zeros(merged.shape[0], change.shape[1]).index_add_(0, inverse, gather(change))
+    return merged, total, counts.new_zeros(merged.shape[0]).index_add_(0, inverse, gather(counts))

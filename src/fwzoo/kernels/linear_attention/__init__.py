@@ -1,0 +1,69 @@
+"""Linear attention, the classical fast-weight layer: add every key-value pair, read with the query, normalise.
+
+Source: "Transformers are RNNs: Fast Autoregressive Transformers with Linear Attention" (2020).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import contract
+from ..contract import Op
+from .chunk import linear_attention_chunk
+from .reference import LinearAttentionState, linear_attention_reference
+
+__all__ = ["LinearAttentionState", "linear_attention"]
+
+LINEAR_ATTENTION = contract.register(
+    Op("linear_attention", {"reference": linear_attention_reference, "chunk": linear_attention_chunk}, short=4)
+)
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    normalize: bool = True,
+    eps: float = 1e-6,
+    state: LinearAttentionState | None = None,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    level: str = "auto",
+) -> tuple[Tensor, LinearAttentionState]:
+    """S_t = l_t S_{t-1} + k_t v_t^T, z_t = l_t z_{t-1} + k_t, read as o_t = S_t^T q_t / (q_t . z_t + eps).
+
+    Source: "Transformers are RNNs: Fast Autoregressive Transformers with Linear Attention" (2020).
+
+    Args:
+        q, k: query and key `[B, T, H, K]`, already feature-mapped; with `normalize` they should not be negative.
+        v: value `[B, T, H, V]`.
+        log_decay: log l, at most 0, `[B, T, H]`; None means no decay.
+        normalize: divide by q . z + eps; z is kept up to date in any case. eps: added to the divisor.
+        state: `LinearAttentionState` to continue from. mask: bool `[B, T]`, True for real tokens.
+        cu_seqlens: int64 `[S + 1]`, boundaries of documents packed along T (B must be 1); the state then has N = S rows.
+        level: "auto", "reference" or "chunk".
+
+    Returns:
+        Output `[B, T, H, V]` in the dtype of v (rows of masked tokens are 0), and the complete `LinearAttentionState`.
+
+    Raises:
+        ValueError, TypeError: an argument has a wrong type, shape, dtype, device or value; the message names it.
+    """
+    contract.check_qkv(q, k, v)
+    gates = {} if log_decay is None else {"log_decay": log_decay}
+    for name, gate in gates.items():
+        contract.check_gate(name, gate, q)
+    contract.one_of("normalize", normalize, (True, False))
+    contract.finite_number("eps", eps, least=0)
+    bounds, documents = contract.check_documents(mask, cu_seqlens, q)
+    S = contract.empty_weights(documents, q, v)
+    empty = LinearAttentionState(S, torch.zeros_like(S[..., 0]))
+    state = empty if state is None else contract.check_state(state, empty)
+    contract.check_values({"q": q, "k": k, "v": v, **gates}, mask)
+    for gate in gates.values():
+        contract.check_log_decay(gate, mask)
+    run = LINEAR_ATTENTION.resolve(level, q.shape[1])
+    return run(q, k, v, log_decay, normalize, eps, state, mask, bounds)

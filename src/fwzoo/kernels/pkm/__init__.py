@@ -1,0 +1,57 @@
+"""Product-key memory: a table of n * n learned values, of which every token reads k.
+
+Source: "Large Memory Layers with Product Keys" (2019).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .. import contract
+from ..contract import Op
+from ..product_keys import check_finite, check_query_and_keys, check_retrieval, check_table, keep_read, watching
+from .chunk import pkm_chunk
+from .reference import pkm_reference
+
+__all__ = ["pkm"]
+
+PKM = contract.register(Op("pkm", {"reference": pkm_reference, "chunk": pkm_chunk}))
+
+
+def pkm(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    top_k: int = 32,
+    score: str = "dot",
+    score_eps: float = 1e-3,
+    return_slots: bool = False,
+    level: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """Read the k best of n * n slots, found through two lists of n sub-keys. Stateless: the one operator without a state.
+
+    Source: "Large Memory Layers with Product Keys" (2019).
+
+    Args:
+        q: queries `[B, T, H, K]`. keys: sub-keys `[2, H, n, K / 2]`. values: table `[n * n, V]`, shared by the heads.
+        top_k: slots a head reads, at most n.
+        score: "dot", or "idw": -log(score_eps + squared distance).
+        return_slots: also return the slots (int64) and their weights, `[B, T, H, k]`, best first.
+        level: "auto", "reference" or "chunk".
+
+    Returns:
+        The values read `[B, T, V]` in the dtype of `values`, summed over heads.
+
+    Raises:
+        ValueError, TypeError: an argument has a wrong type, shape, dtype, device or value; the message names it.
+    """
+    check_query_and_keys(q, keys)
+    check_table(values, keys)
+    check_retrieval(top_k, score, score_eps, keys.shape[2])
+    contract.one_of("return_slots", return_slots, (True, False))
+    check_finite(None, q=q)
+    v, slots, weights = PKM.resolve(level, q.shape[1])(q, keys, values, top_k, score, score_eps)
+    if watching():
+        keep_read(slots, weights)
+    return (v, slots, weights) if return_slots else v

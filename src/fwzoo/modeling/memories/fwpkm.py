@@ -1,0 +1,80 @@
+"""The FwPKM memory: a product-key table that every sequence overlays with the rows it writes.
+
+Source: "Fast-weight Product Key Memory" (2026).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import initialization as init
+
+from ...kernels import FwpkmState, fwpkm, fwpkm_flush
+from ...registry import register_feed_forward
+from .base import FastMemory, query_scale
+
+
+@register_feed_forward("fwpkm")
+class FwpkmMemory(FastMemory):
+    """A product-key memory with fast weights.
+
+    Buffers (saved, never optimised): keys `[2, H, n, K / 2]`, values `[n * n, V]`.
+    """
+
+    operator = staticmethod(fwpkm)
+
+    def __init__(self, config: Any, layer_index: int) -> None:
+        super().__init__(config, layer_index, config.fwpkm_heads * config.memory_key_dim)
+        n, size = config.fwpkm_subkeys, config.memory_key_dim // 2
+        self.register_buffer("keys", torch.empty(2, config.fwpkm_heads, n, size))
+        self.register_buffer("values", torch.empty(n * n, config.memory_value_dim))
+
+    def remember(
+        self, q: Tensor, v: Tensor, gate: Tensor, past: dict[str, Tensor], **options: Any
+    ) -> tuple[Tensor, FwpkmState]:
+        q = q.unflatten(-1, (self.config.fwpkm_heads, -1))
+        state = self.state(past) if past else None
+        own = {**self._options(), "level": self.config.kernel_level}
+        return fwpkm(q, v, gate, self.keys, self.values, state=state, **own, **options)
+
+    def _options(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "top_k": config.fwpkm_top_k,
+            "chunk_size": config.memory_chunk_size,
+            "score": config.fwpkm_score,
+            "score_eps": config.fwpkm_score_eps,
+            "lookahead": config.lookahead,
+            "normalize_targets": config.normalize_targets,
+            "row_averaging": config.row_averaging,
+            "gate_weighting": config.gate_weighting,
+            "address_loss": config.address_loss,
+            "value_lr": config.value_lr,
+            "key_lr": config.key_lr,
+            "max_slots": config.fwpkm_max_slots,
+            "evict": config.fwpkm_evict,
+        }
+
+    def flush(self, state: FwpkmState) -> FwpkmState:
+        scope = "sequence" if state.count.shape[0] == state.real.shape[0] else "batch"
+        group = self.group if scope == "batch" else None
+        return fwpkm_flush(state, self.keys, self.values, scope=scope, group=group, **self._options())
+
+    def carried(self, state: FwpkmState, index: int = 0) -> dict[str, Tensor]:
+        slots, where = state.slots[index], state.where[index]
+        valid = slots < self.values.shape[0]
+        return {"keys": state.keys[index], "slots": slots[valid], "rows": state.shared_rows[where[valid]]}
+
+    def place(self, **values: Tensor) -> None:
+        self.keys.copy_(values["keys"])
+        self.values.index_copy_(0, values["slots"], values["rows"].to(self.values.dtype))
+
+    def state(self, tensors: dict[str, Tensor]) -> FwpkmState:
+        return FwpkmState(**tensors)
+
+    def initialize_parameters(self, config: Any) -> None:
+        bound = query_scale(self.config)
+        init.uniform_(self.keys, -bound, bound)
+        init.normal_(self.values, mean=0.0, std=0.02)

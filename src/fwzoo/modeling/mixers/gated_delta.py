@@ -1,0 +1,72 @@
+"""The Gated DeltaNet mixer: decay the fast weights, then correct what they say about this key.
+
+Source: "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from ...kernels import GatedDeltaState, gated_delta
+from ...registry import register_mixer
+from ..blocks import FastWeightMixer, at_least_float32
+
+LARGEST_RATE, TIME_STEPS = 16.0, (1e-3, 1e-1)
+
+
+@register_mixer("gated_delta")
+class GatedDeltaMixer(FastWeightMixer):
+    """`hidden [B, T, D]` to `[B, T, D]`, with log-decay -exp(A) softplus(a + dt) and gain sigmoid(b) a head."""
+
+    operator = staticmethod(gated_delta)
+
+    def __init__(self, config: Any, layer_index: int) -> None:
+        super().__init__(config, conv=config.short_conv_size, gate=True)
+        self.a_proj = nn.Linear(config.hidden_size, self.heads, bias=False)
+        self.b_proj = nn.Linear(config.hidden_size, self.heads, bias=False)
+        self.log_rate = nn.Parameter(torch.empty(self.heads))
+        self.dt_bias = nn.Parameter(torch.empty(self.heads))
+
+    def initialize_parameters(self, config: Any) -> None:
+        """Heads from slow to fast: exp(A) evenly spread over (0, 16), softplus(dt) log-evenly over (0.001, 0.1).
+
+        These are the quantiles of the published draws, rounded to values that every dtype holds exactly.
+        """
+        level = (torch.arange(self.heads) + 0.5) / self.heads
+        low, high = (math.log(step) for step in TIME_STEPS)
+        dt = torch.exp(low + level * (high - low))
+        init.copy_(self.log_rate, (LARGEST_RATE * level).log().bfloat16())
+        init.copy_(self.dt_bias, (dt + torch.log(-torch.expm1(-dt))).bfloat16())  # the inverse of softplus
+
+    def forward(
+        self, hidden: Tensor, memory: Any = None, mask: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """hidden `[B, T, D]`; memory: `LayerMemory` or None; mask bool `[B, T]`; cu_seqlens int64 `[S + 1]`."""
+        past = {} if memory is None else memory.read()
+        q, k, v, new = self.project(hidden, past, mask, cu_seqlens)
+        step = F.softplus(at_least_float32(self.a_proj(hidden)) + self.dt_bias)
+        o, state = gated_delta(
+            _unit(q),
+            _unit(k),
+            v,
+            -at_least_float32(self.log_rate).exp() * step,
+            at_least_float32(self.b_proj(hidden)).sigmoid(),
+            state=GatedDeltaState(**past) if past else None,
+            mask=mask,
+            cu_seqlens=cu_seqlens,
+            level=self.config.kernel_level,
+        )
+        if memory is not None:
+            memory.write(**new, **state._asdict())
+        return self.merge(o, hidden)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Rows of length 1, computed in at least float32."""
+    return F.normalize(at_least_float32(x), dim=-1, eps=1e-6).to(x.dtype)
