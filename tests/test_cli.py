@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5To
 import fwzoo
 from fwzoo import cli
 from fwzoo.commands.generate import Conversation
+from fwzoo.commands.memorize import read
 from fwzoo.registry import architectures
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 40
@@ -299,6 +301,66 @@ def test_a_memory_file_loads_as_a_cache(fwzoo_command, model_folder, tmp_path):
     assert cache.get_seq_length() in range(3, 7)
 
 
+# --- Sharing ---------------------------------------------------------------------------------------------------------
+
+
+def test_export_writes_a_folder_with_code_and_card(fwzoo_command, model_folder, tmp_path):
+    code, said, err = fwzoo_command("export", model_folder, tmp_path / "out", "--license", "mit", "--language", "en")
+    assert code == 0, err
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"modeling_fwzoo.py", "model.safetensors", "tokenizer_config.json", "README.md"} <= files
+    assert f"{sum(name.endswith('.py') for name in files)} code files" in said
+    card = (tmp_path / "out/README.md").read_text()
+    assert "license: mit" in card.splitlines() and f'from_pretrained("{tmp_path}/out"' in card
+
+    (tmp_path / "out/README.md").write_text(f'My own words on "{tmp_path}/out".')
+    code, _, err = fwzoo_command("export", tmp_path / "out", tmp_path / "again")
+    assert code == 0, err
+    assert (tmp_path / "again/README.md").read_text() == f'My own words on "{tmp_path}/again".'
+
+
+def test_card_tells_what_was_measured_and_nothing_else(fwzoo_command, model_folder, tmp_path):
+    code, said, _ = fwzoo_command("card", model_folder, "--name", "me/small", "--base-model", "me/other")
+    assert code == 0
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    front, _, text = said.removeprefix("---\n").partition("\n---\n")
+    assert {"library_name: transformers", "base_model: me/other", "- falcon3a"} <= set(front.split("\n"))
+    assert "license" not in front and "held-out" not in text
+    assert f"| parameters | {model.num_parameters():,} |" in text and f"{sum(model.state_bytes()):,} bytes" in text
+
+    shutil.copytree(model_folder, tmp_path / "trained")
+    curve = {"unit": "bits_per_byte", "train": [], "eval": [[10, 5.0], [1200, 2.125]]}
+    (tmp_path / "trained/loss.json").write_text(json.dumps(curve))
+    code, _, err = fwzoo_command("card", tmp_path / "trained", "--out", tmp_path / "card.md")
+    assert code == 0, err
+    assert "| after 1,200 training steps | 2.125 |" in (tmp_path / "card.md").read_text()
+
+
+def test_memorize_and_generate_from_the_memory(fwzoo_command, model_folder, text_file, tmp_path):
+    out = tmp_path / "memory"
+    code, said, err = fwzoo_command("memorize", model_folder, "--text", text_file, "--passes", 2, "--out", out)
+    assert code == 0, err
+    tokens = 2 * len(TEXT.encode())
+    assert "pass 2: 1,800 tokens" in said and f"bytes after {tokens:,} tokens" in said
+    assert json.loads((out / "memory.json").read_text())["source"] == "text.txt, read 2 times."
+
+    options = ["--prompt", "The ", "--greedy", "--max-new-tokens", 12]
+    code, remembered, err = fwzoo_command("generate", model_folder, "--memory", out, *options)
+    assert code == 0, err
+    model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
+    conversation = Conversation(model, ByT5Tokenizer(), do_sample=False)
+    conversation.add(TEXT + TEXT + "The ")
+    assert remembered.rstrip("\n") == conversation.reply(12).rstrip("\n")
+
+
+def test_the_loss_of_a_pass_is_that_of_one_forward(model_folder, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
+    monkeypatch.setattr("fwzoo.commands.memorize.PIECE", 7)
+    tokens = torch.randint(3, 259, (1, 40))
+    found = read(model, fwzoo.FastWeightCache(model.config), tokens)
+    assert found == pytest.approx(model(tokens, labels=tokens).loss.item(), rel=1e-5)
+
+
 # --- Bad input -------------------------------------------------------------------------------------------------------
 
 BAD_INPUT = {
@@ -365,6 +427,16 @@ BAD_INPUT = {
     "weights are no memory": ("generate MODEL --load-memory MODEL/model.safetensors", "holds no memory"),
     "memory of another model": ("generate MODEL --load-memory other.safetensors", "memory of a falcon1 model"),
     "memory into no folder": ("generate MODEL --prompt a --save-memory none/m", "--save-memory: .*does not exist"),
+    "memory folder does not exist": ("generate MODEL --memory none --prompt a", "--memory: "),
+    "memory folder of another model": ("generate MODEL --memory other-memory --prompt a", "--memory: .*fingerprint"),
+    "memory twice": ("generate MODEL --memory a --load-memory b --prompt a", "--memory: 'a' and --load-memory exclude"),
+    "memorize nothing": ("memorize MODEL --text empty.txt --out new", "--text: 'empty.txt' has . tokens"),
+    "memorize no text": ("memorize MODEL --text none.txt --out new", "--text: 'none.txt' is not a readable"),
+    "memorize into a full folder": ("memorize MODEL --text text.txt --out full", "--out: 'full' is not empty"),
+    "memorize no passes": ("memorize MODEL --text text.txt --out new --passes 0", "'--passes': '0' is not allowed"),
+    "export into a full folder": ("export MODEL full", "OUT: 'full' is not empty"),
+    "export of nothing": ("export none new", "MODEL: 'none'"),
+    "card into no folder": ("card MODEL --out none/card.md", r"--out: 'none/card\.md' cannot be written"),
     "info of nothing": ("info falcon9", "MODEL_OR_ARCH: 'falcon9' is not"),
 }
 
@@ -393,6 +465,7 @@ def bad_input_folder(tmp_path_factory, other_model_folder):
     conversation.add("abc")
     conversation.reply(2)
     conversation.save(folder / "other.safetensors")
+    conversation.cache.save_pretrained(folder / "other-memory")
     return folder
 
 
@@ -400,7 +473,7 @@ def bad_input_folder(tmp_path_factory, other_model_folder):
 def test_bad_input_is_one_sentence(case, fwzoo_command, bad_input_folder, model_folder, monkeypatch, tmp_path):
     command, complaint = BAD_INPUT[case]
     monkeypatch.chdir(bad_input_folder)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for name, value in (("{tiny}", " ".join(TINY)), ("MODEL", model_folder), ("--out new", f"--out {tmp_path}/new")):
         command = command.replace(name, str(value))
     code, _, err = fwzoo_command(*command.split())

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fwzoo.training.sample_text import pydoc_topics
+from hub_server import serve
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -32,12 +33,26 @@ def test_what_is_shown_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     text = pydoc_topics()
     (tmp_path / "book.txt").write_text("\n\n".join(text.train[:40]), encoding="utf-8")
+    if any("fwzoo push" in code for _, code in fences(page)):
+        with serve() as hub:
+            for name, value in hub.environment(tmp_path / "home").items():
+                monkeypatch.setenv(name, value)
+            run_fences(page, tmp_path, in_process=False)
+    else:
+        run_fences(page, tmp_path, in_process=True)
+
+
+def run_fences(page: Path, folder: Path, in_process: bool) -> None:
+    """Run what a page shows; Python in a process of its own where the environment has to be read anew."""
     for kind, code in fences(page):
-        if kind == "python":
+        if kind == "python" and in_process:
             exec(compile(code, f"{page.name}", "exec"), {"__name__": "__main__"})
+        elif kind == "python":
+            done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=300)
+            assert done.returncode == 0, f"{code}\n{done.stderr}"
         elif kind == "bash":
             for line in code.splitlines():
-                run(line, tmp_path)
+                run(line, folder)
 
 
 def run(line: str, folder: Path) -> None:

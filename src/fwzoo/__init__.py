@@ -21,7 +21,7 @@ from .kernels import debug, explain
 
 import_all(f"{__name__}.configuration")
 
-from . import analysis  # noqa: E402
+from . import analysis, conversion  # noqa: E402
 from .modeling import FastWeightCache, FwzooForCausalLM, FwzooModel, FwzooPreTrainedModel  # noqa: E402
 from .modeling.backbone import architecture_classes  # noqa: E402
 
@@ -33,6 +33,7 @@ __all__ = [
     "FwzooPreTrainedModel",
     "__version__",
     "analysis",
+    "conversion",
     "debug",
     "explain",
     "kernels",

@@ -143,11 +143,14 @@ def generate(
         Path | None, typer.Option(help="Write the memory (and the text's tokens) to this safetensors file.")
     ] = None,
     load_memory: Annotated[Path | None, typer.Option(help="Go on from a file that --save-memory wrote.")] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Start with a memory that `memorize` made: a folder or a Hub name.")
+    ] = None,
 ) -> None:
     """Continue a prompt; without one, piped text, or line by line at a terminal."""
     from fwzoo.commands.generate import run
 
-    run(model, prompt, prompt_file, max_new_tokens, temperature, top_p, greedy, seed, save_memory, load_memory)
+    run(model, prompt, prompt_file, max_new_tokens, temperature, top_p, greedy, seed, save_memory, load_memory, memory)
 
 
 @app.command()
@@ -191,6 +194,70 @@ def archs() -> None:
     from fwzoo.commands.info import archs
 
     archs()
+
+
+Model = Annotated[str, typer.Argument(help="A folder that training wrote, or a Hub name.")]
+License = Annotated[str | None, typer.Option(help="The licence of the weights, as the Hub spells it: apache-2.0, ...")]
+Language = Annotated[str | None, typer.Option(help="The language of the text, as the Hub spells it: en, ...")]
+BaseModel = Annotated[str | None, typer.Option(help="The Hub name of the model that this one was made from.")]
+
+
+@app.command()
+def export(
+    model: Model,
+    out: Annotated[Path, typer.Argument(help="A new folder.")],
+    license: License = None,
+    language: Language = None,
+    base_model: BaseModel = None,
+) -> None:
+    """Write a model as a folder that loads without fwzoo: weights, tokenizer, code and card."""
+    from fwzoo.commands.hub import export
+
+    export(model, out, license=license, language=language, base_model=base_model)
+
+
+@app.command()
+def memorize(
+    model: Model,
+    text: Annotated[Path, typer.Option(help="The text to read.")],
+    out: Annotated[Path, typer.Option(help="A new folder for the memory.")],
+    passes: Annotated[int, _number("How often to read it.", int, 1)] = 1,
+    note: Annotated[str | None, typer.Option(help="A sentence on what was read, for the card.")] = None,
+) -> None:
+    """Read a text and keep what the model remembers of it as a folder that anyone with the model can load."""
+    from fwzoo.commands.memorize import run
+
+    run(model, text, passes, out, note)
+
+
+@app.command()
+def push(
+    model: Model,
+    repository: Annotated[str, typer.Argument(help="USER/NAME on the Hub; created when it does not exist.")],
+    private: Annotated[bool, typer.Option("--private", help="Create it as a private repository.")] = False,
+    license: License = None,
+    language: Language = None,
+    base_model: BaseModel = None,
+) -> None:
+    """Upload what `export` writes to the Hugging Face Hub."""
+    from fwzoo.commands.hub import push
+
+    push(model, repository, private, license=license, language=language, base_model=base_model)
+
+
+@app.command()
+def card(
+    model: Model,
+    out: Annotated[Path | None, typer.Option(help="Write to this file instead of the terminal.")] = None,
+    name: Annotated[str | None, typer.Option(help="The name under which others load it (default: MODEL).")] = None,
+    license: License = None,
+    language: Language = None,
+    base_model: BaseModel = None,
+) -> None:
+    """Show a model card made from the configuration and the numbers that training measured."""
+    from fwzoo.commands.hub import card
+
+    card(model, out, name, license=license, language=language, base_model=base_model)
 
 
 if __name__ == "__main__":

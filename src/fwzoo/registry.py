@@ -20,6 +20,7 @@ _MIXER_OPTIONS: dict[str, type[FwzooConfig]] = {}
 _FEED_FORWARD_OPTIONS: dict[str, type[FwzooConfig]] = {}
 _MIXERS: dict[str, type] = {}
 _FEED_FORWARDS: dict[str, type] = {}
+_ON_SAVE: list[Callable[[Any, Any], None]] = []
 
 
 def register_architecture(config_class: T) -> T:
@@ -68,6 +69,18 @@ def register_feed_forward(*names: str) -> Callable[[T], T]:
     return add
 
 
+def on_save(function: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Function decorator: `function(config, folder)` runs after a configuration was saved to a folder."""
+    _ON_SAVE.append(function)
+    return function
+
+
+def saved(config: Any, folder: Any) -> None:
+    """Run what was registered with `on_save`."""
+    for function in _ON_SAVE:
+        function(config, folder)
+
+
 def architectures() -> dict[str, type[FwzooConfig]]:
     """Every registered architecture: model type to configuration class, in order of registration."""
     return dict(_ARCHITECTURES)
@@ -96,6 +109,17 @@ def feed_forward(name: str) -> type:
 def feed_forward_names() -> list[str]:
     """Every known feed-forward name; "none" leaves the slot empty."""
     return [*_FEED_FORWARDS, "none"]
+
+
+def parts(config: Any) -> list[type]:
+    """The registered classes that a model of `config` is made of: its configuration first, then those whose fields its
+
+    modules take as options, then the modules. "mlp", the default of every feed-forward slot, is always among them.
+    """
+    names = dict.fromkeys(["mlp", *config.mixers, *config.feed_forwards])
+    tables: tuple[Mapping[str, type], ...] = (_MIXER_OPTIONS, _FEED_FORWARD_OPTIONS, _MIXERS, _FEED_FORWARDS)
+    found = [table[name] for table in tables for name in names if name in table]
+    return list(dict.fromkeys([type(config), *found]))
 
 
 def unknown(what: str, name: Any, known: Iterable[str]) -> str:

@@ -17,7 +17,7 @@ from fwzoo.modeling.cache import CACHE_KEY
 from fwzoo.training.data import encode
 from fwzoo.training.interrupt import DeferredInterrupt
 
-from .common import bad, load_model, quiet_transformers
+from .common import bad, blamed_on, load_model, quiet_transformers
 
 MEMORY_FORMAT = "fwzoo-memory-1"
 
@@ -107,12 +107,15 @@ def run(
     seed: int | None,
     save_memory: Path | None,
     load_memory: Path | None,
+    memory: str | None,
 ) -> None:
     """Generate once for a prompt, a file or piped text, or in turns at a terminal."""
     quiet_transformers()
     sampling = _sampling(greedy, temperature, top_p)
     if save_memory is not None and not save_memory.resolve().parent.is_dir():
         raise bad("--save-memory", f"the folder of {str(save_memory)!r} does not exist; allowed is an existing folder.")
+    if memory is not None and load_memory is not None:
+        raise bad("--memory", f"{memory!r} and --load-memory exclude each other; give one.")
     text = _prompt(prompt, prompt_file, has_memory=load_memory is not None)
     loaded, tokenizer = load_model("MODEL", model)
     conversation = Conversation(loaded, tokenizer, **sampling)
@@ -121,6 +124,9 @@ def run(
             conversation.load(load_memory)
         except ValueError as error:
             raise bad("--load-memory", str(error)) from error
+    if memory is not None:
+        with blamed_on("--memory"):
+            conversation.cache = FastWeightCache.from_pretrained(memory, loaded)
     if seed is not None:
         set_seed(seed)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)

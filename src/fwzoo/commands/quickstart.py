@@ -4,7 +4,6 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 import torch
@@ -13,12 +12,13 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 
+from fwzoo.conversion.card import Measured, render_card
 from fwzoo.training.baselines import ByteModel
 from fwzoo.training.data import PackedRows, Texts, encode, load_tokenizer
 from fwzoo.training.sample_text import pydoc_topics
 from fwzoo.training.trainer import Outcome, RunError, Schedule, train
 
-from .common import bad, empty_folder, quiet_transformers, versions
+from .common import bad, empty_folder, quiet_transformers
 
 ARCHITECTURE = "falcon3a"
 SIZES = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 384}
@@ -95,7 +95,7 @@ def run(out: Path, steps: int, minutes: float, seed: int) -> None:
     same = torch.equal(cached, uncached)
     console.print(f"the greedy text is the same without the cache: {'yes' if same else 'NO'}")
 
-    (out / "README.md").write_text(_card(model.num_parameters(), baselines, outcome, bits), encoding="utf-8")
+    (out / "README.md").write_text(_card(loaded, out, baselines, outcome, bits), encoding="utf-8")
     console.print(f"wrote {out}: model, tokenizer, README.md (model card), loss.json, loss.png", soft_wrap=True)
     fwzoo = "fwzoo" if shutil.which("fwzoo") else os.path.relpath(sys.argv[0])  # as a reader can type it
     hints = {
@@ -125,46 +125,20 @@ def _greedy(model: Any, prompt: torch.Tensor, use_cache: bool) -> torch.Tensor:
     )[0]
 
 
-def _card(parameters: int, baselines: dict[str, float], outcome: Outcome, bits: float) -> str:
-    rows = "\n".join(
-        f"| {name} | {value:.3f} |" for name, value in {**baselines, f"{ARCHITECTURE} (this model)": bits}.items()
+def _card(model: Any, out: Path, baselines: dict[str, float], outcome: Outcome, bits: float) -> str:
+    results = Measured(
+        "held-out topics",
+        "bits per byte",
+        {**baselines, f"{ARCHITECTURE} (this model)": bits},
+        "The baselines are fitted on the same training text. The held-out text is whole topics the model has not seen.",
     )
-    return dedent(
-        """\
-        ---
-        library_name: transformers
-        pipeline_tag: text-generation
-        license: apache-2.0
-        language: en
-        tags: [fwzoo, {architecture}]
-        ---
-
-        # A small byte-level {architecture}
-
-        {parameters:,} parameters, trained by `fwzoo quickstart` for {step} steps ({seconds:.0f} s) on the help topics
-        that ship with CPython. It shows that the library works; it is too small and trained too briefly to be useful.
-
-        | held-out topics | bits per byte |
-        |---|---|
-        {rows}
-
-        The baselines are fitted on the same training text. The held-out text is whole topics the model has not seen.
-
-        ```python
-        import fwzoo  # registers the architecture
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        model = AutoModelForCausalLM.from_pretrained("FOLDER")
-        tokenizer = AutoTokenizer.from_pretrained("FOLDER")
-        ```
-
-        Made with {versions}.
-        """
-    ).format(
-        architecture=ARCHITECTURE,
-        parameters=parameters,
-        step=outcome.step,
-        seconds=outcome.seconds,
-        rows=rows,
-        versions=versions(),
+    return render_card(
+        model,
+        str(out),
+        title=f"A small byte-level {ARCHITECTURE}",
+        about=f"Trained by `fwzoo quickstart` for {outcome.step} steps ({outcome.seconds:.0f} s) on the help topics that ship "
+        "with CPython. It shows that the library works; it is too small and trained too briefly to be useful.",
+        measured=[results],
+        license="apache-2.0",
+        language="en",
     )

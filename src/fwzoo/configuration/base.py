@@ -5,9 +5,30 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
+from transformers.utils import logging
 
 from .. import registry
 from .layout import format_layout, parse_layout
+
+logger = logging.get_logger("fwzoo")
+
+# fields that transformers and the bundle of code keep in a configuration
+NOT_OURS = frozenset(
+    [
+        "_commit_hash",
+        "_name_or_path",
+        "attn_implementation",
+        "auto_map",
+        "experts_implementation",
+        "fwzoo_code",
+        "model_type",
+        "name_or_path",
+        "output_attentions",
+        "quantization_config",
+        "torch_dtype",
+        "transformers_version",
+    ]
+)
 
 
 class FwzooConfig(PretrainedConfig):
@@ -84,6 +105,11 @@ class FwzooConfig(PretrainedConfig):
                     setattr(self, name, kwargs.pop(name, value))
             family.check_options(self)
         self._check_choice("kernel_level", ("auto", "reference", "chunk", "triton"))
+        if unknown := sorted(set(kwargs) - NOT_OURS):
+            logger.warning(
+                f"{type(self).__name__} keeps {', '.join(unknown)} without effect: a field that this version of fwzoo does "
+                "not know, because it is misspelt or was written by a newer version"
+            )
         super().__post_init__(**kwargs)
 
     # --- what a family adds ---
@@ -153,6 +179,11 @@ class FwzooConfig(PretrainedConfig):
         return format_layout(self.mixers or [], self.feed_forwards or [])
 
     # --- what transformers asks for ---
+
+    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """transformers' own; the folder also gets the code that loads the model without fwzoo."""
+        super().save_pretrained(save_directory, push_to_hub, **kwargs)
+        registry.saved(self, save_directory)
 
     @property
     def layer_types(self) -> list[str]:

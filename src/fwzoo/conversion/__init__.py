@@ -1,1 +1,5 @@
-"""Checkpoints from and to other layouts, one file a layout."""
+"""From fwzoo's form of a model to others and back: the self-contained Hub folder, the card, other libraries' layouts."""
+
+from .export import bundle_sources, verify_bundle
+
+__all__ = ["bundle_sources", "verify_bundle"]

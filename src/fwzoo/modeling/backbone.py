@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import json
+import operator
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
@@ -18,7 +23,8 @@ from transformers.utils.output_capturing import capture_outputs
 from .. import registry
 from ..configuration.base import FwzooConfig
 from ..kernels import explain
-from .cache import CACHE_KEY, FastWeightCache, FastWeightLayer, LayerMemory
+from .cache import CACHE_KEY, FastWeightCache, FastWeightLayer, LayerMemory, holds_fast_weights
+from .code import check_code
 from .memories.base import FastMemory, StagedBuffers, generating
 
 logger = logging.get_logger("fwzoo")
@@ -90,6 +96,24 @@ class FwzooPreTrainedModel(PreTrainedModel):
     _is_stateful = False
     _can_record_outputs: ClassVar[dict[str, type]] = {"hidden_states": FwzooBlock}
 
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *args: Any, verify: bool = False, **kwargs: Any
+    ) -> Any:
+        """transformers' own, and with `verify=True` a check that the code beside the weights was not edited.
+
+        Raises:
+            ValueError: `verify` is True and a code file is not as it was generated. OSError: a weight file is damaged.
+        """
+        if verify:
+            hub = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+            check_code(pretrained_model_name_or_path, **{name: kwargs[name] for name in hub if name in kwargs})
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        except SafetensorError as error:
+            name = str(pretrained_model_name_or_path)
+            raise OSError(f"the weights of {name!r} are damaged or incomplete ({error}); get them again") from error
+
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, (nn.Linear, nn.Embedding)):
             init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
@@ -118,6 +142,22 @@ class FwzooPreTrainedModel(PreTrainedModel):
                 level, reason = self.config.kernel_level, "set by config.kernel_level"
             rows.append((index, self.config.mixers[index], level, reason))
         return rows
+
+    @torch.no_grad()
+    def fingerprint(self) -> str:
+        """32 hexadecimal digits of the backbone's weights and options: what a memory file is bound to.
+
+        The weights count in bfloat16, so that a model has one fingerprint whether it is loaded in float32 or bfloat16.
+        """
+        config, hashed = self.config, hashlib.sha256()
+        families = [part for part in registry.parts(config) if issubclass(part, FwzooConfig)]
+        options = {name: getattr(config, name) for family in families for name in family.options()}
+        hashed.update(json.dumps([config.mixers, config.feed_forwards, options], sort_keys=True).encode())
+        for name, x in sorted(self.get_decoder().state_dict().items()):
+            x = x.to(torch.bfloat16) if x.is_floating_point() else x
+            hashed.update(f"{name} {list(x.shape)}".encode())
+            hashed.update(x.reshape(-1).contiguous().view(torch.uint8).cpu().numpy().tobytes())
+        return hashed.hexdigest()[:32]
 
     @torch.no_grad()
     def memorize(self, input_ids: Tensor, passes: int = 1, cache: FastWeightCache | None = None) -> FastWeightCache:
@@ -228,6 +268,8 @@ class FwzooModel(FwzooPreTrainedModel):
             use_cache, past = False, None
         if use_cache and past is None:
             past = FastWeightCache(self.config)
+        if past is not None and not torch.compiler.is_compiling():
+            past.used_by(self)
         mask = self._token_mask(attention_mask, inputs_embeds, past)
         cu_seqlens = self._document_bounds(inputs_embeds, attention_mask, position_ids, past, cu_seq_lens_q, seq_idx)
         sequences = inputs_embeds.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -286,11 +328,37 @@ class FwzooModel(FwzooPreTrainedModel):
         if past_key_values is not None and cache is not None and past_key_values is not cache:
             raise ValueError("past_key_values and cache are two names of one argument; give only one of them")
         past = cache if past_key_values is None else past_key_values
-        if past is not None and not isinstance(past, FastWeightCache):
+        if past is not None and not holds_fast_weights(past):
             raise TypeError(f"{CACHE_KEY} is a {type(past).__name__}; a fwzoo model takes a fwzoo.FastWeightCache")
         if past is not None and len(past.layers) != len(self.layers):
             raise ValueError(f"{CACHE_KEY} has {len(past.layers)} layers; this model has {len(self.layers)}")
+        if past is not None and past.made_by is not None:
+            self.take_over(past, CACHE_KEY)
         return past
+
+    @torch.no_grad()
+    def take_over(self, memory: FastWeightCache, name: Any) -> None:
+        """Check that a loaded memory is this model's, and bring it to the devices of the layers.
+
+        Raises:
+            ValueError: it was made by another model, or (when loaded with `force=True`) has other shapes.
+        """
+        own = self.fingerprint()
+        if memory.made_by not in (None, own):
+            raise ValueError(
+                f"{str(name)!r} is the memory of a model with fingerprint {memory.made_by}; this model has {own}"
+            )
+        if len(memory.layers) != len(self.layers):
+            raise ValueError(f"{str(name)!r} has {len(memory.layers)} layers; this model has {len(self.layers)}")
+        for layer, block in zip(memory.layers, self.layers, strict=True):
+            layer.map(operator.methodcaller("to", next(block.parameters()).device))
+        if memory.made_by is None:
+            trial, token = copy.deepcopy(memory), torch.zeros(memory.batch_size, 1, dtype=torch.long)
+            try:
+                self(token.to(self.device), use_cache=True, **{CACHE_KEY: trial})
+            except (ValueError, TypeError, RuntimeError) as error:
+                raise ValueError(f"{str(name)!r} does not fit this model: {error}") from error
+        memory.made_by = None
 
     def _token_mask(self, attention_mask: Tensor | None, embeds: Tensor, past: FastWeightCache | None) -> Tensor | None:
         """bool `[B, T]` for the new tokens, or None when all are real."""
@@ -425,6 +493,8 @@ class FwzooForCausalLM(FwzooPreTrainedModel, GenerationMixin):
         if given is not None:
             self.model._resolve_cache(given, None)
             given._is_user_defined = True
+            if given.begins_text:
+                given.begin_text()
         elif generation_config.use_cache is not False:
             model_kwargs[CACHE_KEY] = FastWeightCache(self.config)
             if getattr(generation_config, "is_assistant", False):
@@ -434,19 +504,24 @@ class FwzooForCausalLM(FwzooPreTrainedModel, GenerationMixin):
 _CLASSES: dict[str, tuple[type[FwzooModel], type[FwzooForCausalLM]]] = {}
 
 
-def architecture_classes(config_class: type[FwzooConfig]) -> tuple[type[FwzooModel], type[FwzooForCausalLM]]:
-    """The Model and ForCausalLM of a configuration class: thin subclasses, named after it, that the Auto classes need."""
+def architecture_classes(
+    config_class: type[FwzooConfig], module: str = "fwzoo"
+) -> tuple[type[FwzooModel], type[FwzooForCausalLM]]:
+    """The Model and ForCausalLM of a configuration class: thin subclasses, named after it, that the Auto classes need.
+
+    `module` is where they are found under their names.
+    """
     if config_class.model_type not in _CLASSES:
-        _CLASSES[config_class.model_type] = _make_classes(config_class)
+        _CLASSES[config_class.model_type] = _make_classes(config_class, module)
     return _CLASSES[config_class.model_type]
 
 
-def _make_classes(config_class: type[FwzooConfig]) -> tuple[type[FwzooModel], type[FwzooForCausalLM]]:
+def _make_classes(config_class: type[FwzooConfig], module: str) -> tuple[type[FwzooModel], type[FwzooForCausalLM]]:
     name = config_class.__name__.removesuffix("Config")
     about = (config_class.__doc__ or "").split("\n")[0]
     made = []
     for base, suffix in ((FwzooModel, "Model"), (FwzooForCausalLM, "ForCausalLM")):
-        body = {"config_class": config_class, "__doc__": about, "__module__": "fwzoo"}
+        body = {"config_class": config_class, "__doc__": about, "__module__": module}
         made.append(type(f"{name}{suffix}", (base,), body))
     return made[0], made[1]
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import create_repo, upload_folder
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from .memory_files import read_memory, write_memory
 
 CACHE_KEY = "cache" if "cache" in {f.name for f in dataclasses.fields(CausalLMOutputWithPast)} else "past_key_values"
 """transformers' name for the cache: `cache` from 5.24, `past_key_values` before."""
@@ -220,16 +226,29 @@ class FastWeightCache(Cache):
     Example:
         >>> cache = FastWeightCache(model.config)
         >>> model(first_tokens, past_key_values=cache, use_cache=True)
-        >>> safetensors.torch.save_file(cache.state_dict(), "memory.safetensors")
+        >>> cache.save_pretrained("what-it-read")
+        >>> memory = FastWeightCache.from_pretrained("what-it-read", model)
+        >>> model.generate(prompt, past_key_values=memory)
+
+    Attributes:
+        made_by: fingerprint of the model that made a loaded memory, until a model has taken it over.
+        begins_text: whether `generate` is to read its prompt as a new text after this memory: true of a loaded one. A
+            cache that is not new to `generate` otherwise stands for the beginning of the prompt, as in transformers.
     """
 
     layers: list[FastWeightLayer]
+    made_by: str | None = None
+    begins_text: bool = False
+    _model: weakref.ref[Any] | None = None
 
     def __init__(self, config: Any) -> None:
         count = getattr(config, "num_hidden_layers", None)
         if not isinstance(count, int):
             raise TypeError(f"config is a {type(config).__name__}; it must be the configuration of a fwzoo model")
         super().__init__(layers=[FastWeightLayer() for _ in range(count)])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_model"}
 
     @property
     def nbytes(self) -> int:
@@ -265,6 +284,91 @@ class FastWeightCache(Cache):
             layer.tensors = {name: value.clone() for name, value in layers[i].items()}
             layer.is_initialized = bool(layer.tensors)
 
+    # --- memories as files ---
+
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        *,
+        model: Any = None,
+        source: str = "",
+        base_model: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Write the memory to a folder: safetensors, a record in JSON, and a card.
+
+        Args:
+            save_directory: the folder; made when it does not exist.
+            model: the model that made it; None means the one that used this cache last.
+            source: a sentence on what was read. base_model: Hub name of the model. name: where the memory will be found,
+                for the card; None means the folder.
+
+        Raises:
+            ValueError: the cache is empty, or the model is not known.
+        """
+        model = model if model is not None or self._model is None else self._model()
+        if model is None:
+            raise ValueError("model is None and no model has used this cache; give the model that made the memory")
+        if not self.nbytes:
+            raise ValueError("the cache is empty; a memory must have read at least one token")
+        record = {
+            "fingerprint": model.fingerprint(),
+            "model_type": model.config.model_type,
+            "layers": len(self.layers),
+            "tokens_seen": self.get_seq_length(),
+            "source": source,
+        }
+        write_memory(save_directory, self.state_dict(), record, name or str(save_directory), base_model)
+
+    @classmethod
+    def from_pretrained(
+        cls, name: str | Path, model: Any = None, *, force: bool = False, **hub: Any
+    ) -> FastWeightCache:
+        """A memory that `save_pretrained` or `push_to_hub` wrote.
+
+        Args:
+            name: folder or Hub name. model: the model that goes on from it; None means the first one that is given it.
+            force: take it over into a model with another fingerprint, if it has the same shapes.
+            hub: `revision`, `token`, `cache_dir`, as for a model's `from_pretrained`.
+
+        Raises:
+            ValueError: the memory is of another model, or damaged. OSError: there is none of that name.
+        """
+        tensors, record = read_memory(name, **hub)
+        memory = cls.__new__(cls)
+        Cache.__init__(memory, layers=[FastWeightLayer() for _ in range(record["layers"])])
+        memory.load_state_dict(tensors)
+        memory.begins_text = True
+        memory.made_by = None if force else record["fingerprint"]
+        if model is not None:
+            model.get_decoder().take_over(memory, name)
+        return memory
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: str | None = None,
+        commit_message: str = "Upload a memory",
+        **options: Any,
+    ) -> Any:
+        """Upload what `save_pretrained` writes (see there for `options`); the repository is created when it is new."""
+        repo_id = create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, name=repo_id, **options)
+            return upload_folder(repo_id=repo_id, folder_path=folder, token=token, commit_message=commit_message)
+
+    def used_by(self, model: Any) -> None:
+        """Remember whose memory this is, for `save_pretrained`."""
+        self._model = weakref.ref(model)
+
+    def begin_text(self) -> None:
+        """Count tokens from 0 again: what follows is a text of its own, read with what is remembered."""
+        for layer in self.layers:
+            layer.seen = 0
+        self.begins_text = False
+
     def to(self, *args: Any, **kwargs: Any) -> FastWeightCache:
         """Move every tensor, as `torch.Tensor.to` with a device; returns self."""
         return self._map(lambda x: x.to(*args, **kwargs))
@@ -284,3 +388,8 @@ class FastWeightCache(Cache):
         for layer in self.layers:
             layer.map(function)
         return self
+
+
+def holds_fast_weights(cache: Any) -> bool:
+    """Whether `cache` is a `FastWeightCache`, be it of another copy of this module, as a bundle from the Hub has one."""
+    return isinstance(cache, Cache) and bool(cache.layers) and all(hasattr(x, "memory") for x in cache.layers)
