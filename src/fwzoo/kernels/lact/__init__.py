@@ -80,8 +80,7 @@ def lact(
     if momentum is None:
         momentum = q.new_zeros(q.shape[:3], dtype=dtype)
     tokens = Tokens(k, v, *(x.to(dtype) for x in (lr0, lr1, lr2, momentum)))
-    if contract.debugging():
-        _check_values({"q": q, **tokens._asdict()}, mask)
+    contract.check_values({"q": q, **tokens._asdict()}, mask)
     run = LACT.resolve(level, q.shape[1])
     return run(q, tokens, options, state, counts, mask, bounds)
 
@@ -131,22 +130,8 @@ def _check_weights(q: Tensor, lr0: Tensor, w0: Tensor, w1: Tensor, w2: Tensor) -
 
 
 def _check_state(state: LactState, fresh: LactState, chunk_size: int) -> tuple[LactState, list[int]]:
-    if not isinstance(state, LactState):
-        raise TypeError(f"state is a {type(state).__name__}; it must be a fwzoo.kernels.LactState")
-    for name, field, like in zip(state._fields, state, fresh, strict=True):
-        contract.is_tensor(f"state.{name}", field, like.ndim, floating=like.is_floating_point())
-        contract.has_shape(f"state.{name}", field, like.shape, "[N, ...]")
-        contract.same_device(f"state.{name}", field, like)
-        if not like.is_floating_point() and field.dtype != like.dtype:
-            raise ValueError(f"state.{name} has dtype {field.dtype}; it must be {like.dtype}")
+    state = contract.check_state(state, fresh)
     counts = state.count.tolist()  # decides which chunks become full, so it is needed here anyway
     if not all(0 <= count < chunk_size for count in counts):
         raise ValueError(f"state.count is {counts}; it must lie between 0 and chunk_size - 1 = {chunk_size - 1}")
-    return LactState(*(field.to(like.dtype) for field, like in zip(state, fresh, strict=True))), counts
-
-
-def _check_values(tensors: dict[str, Tensor], mask: Tensor | None) -> None:
-    real = slice(None) if mask is None else mask
-    for name, tensor in tensors.items():
-        if not tensor[real].isfinite().all():
-            raise ValueError(f"{name} holds a value that is not finite; every real token must be finite")
+    return state, counts
