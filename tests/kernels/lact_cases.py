@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch import Tensor
 
 from compare import errors, floor, too_large
@@ -16,21 +14,6 @@ from fwzoo.kernels import LactState, lact
 
 VECTORS = sorted((Path(__file__).parents[1] / "data" / "lact").glob("*.safetensors"))
 WEIGHTS = ("w0", "w1", "w2")
-
-
-def load(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
-    """Options, arguments (`in.*`, `state_in.*`, `cotangent.*`) and expected results (`o`, `state.*`, `grad.*`) of a vector."""
-    with safe_open(path, "pt") as f:
-        options = json.loads(f.metadata()["options"])
-        tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
-    expected = {"o": tensors["out.o"]}
-    for name, value in tensors.items():
-        if name.startswith("state_out."):
-            expected["state." + name.removeprefix("state_out.")] = value
-        elif name.startswith("grad."):
-            expected[name] = value
-    given = {name: x for name, x in tensors.items() if name.startswith(("in.", "state_in.", "cotangent."))}
-    return options, given, expected
 
 
 def run(

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from lact_cases import VECTORS, beyond, load, run
+from falcon_cases import load
+from lact_cases import VECTORS, beyond, run
 from torch import Tensor
 
 from compare import errors
