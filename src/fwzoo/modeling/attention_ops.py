@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..configuration.rotary import ScaledRotary
 from ..kernels.contract import compute_dtype
 from ..kernels.tiling import Tiling
 
@@ -47,12 +48,20 @@ def token_positions(
     return seen[:, :-1] + offset, total
 
 
-def rotary(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Rotate the two halves of every head of `[B, T, H, F]` against each other by angles `position * theta^(-2i / F)`."""
+def rotary(x: Tensor, positions: Tensor, theta: float, scaled: ScaledRotary | None = None) -> Tensor:
+    """Rotate the two halves of every head of `[B, T, H, F]` against each other by angles `position * theta^(-2i / F)`,
+
+    or by those of `scaled`, with its factor.
+    """
     dtype, size = compute_dtype(x.dtype), x.shape[-1]
-    frequencies = theta ** (-torch.arange(0, size, 2, dtype=dtype, device=x.device) / size)
+    if scaled is None:
+        frequencies = 1 / theta ** (torch.arange(0, size, 2, dtype=dtype, device=x.device) / size)
+    else:
+        frequencies = torch.tensor(scaled.frequencies, dtype=dtype, device=x.device)
     angles = positions[..., None, None].to(dtype) * frequencies
     cos, sin = angles.cos(), angles.sin()
+    if scaled is not None:
+        cos, sin = cos * scaled.factor, sin * scaled.factor
     a, b = x.to(dtype).chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
