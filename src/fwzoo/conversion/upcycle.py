@@ -186,7 +186,8 @@ def hybrid_config(source: Any, layout: str, window: int | None = None, **options
     }
     trial = FwzooConfig.from_layout(layout, num_hidden_layers=source.num_hidden_layers, head_dim=2)
     families = [part for part in registry.parts(trial) if issubclass(part, FwzooConfig)]
-    known = {name for family in [FwzooConfig, *families] for name in family.__dataclass_fields__}
+    known = {name for name in FwzooConfig.__annotations__ if name in FwzooConfig.__dataclass_fields__}
+    known |= {name for family in families for name in family.options()}
     for name in options:
         if name in sizes or name in ("mixers", "feed_forwards"):
             raise ValueError(f"the option {name} is {options[name]!r}; it cannot be chosen, source and layout set it")
@@ -340,7 +341,8 @@ def hybrid(source: Any, weights: Mapping[str, Tensor], config: FwzooConfig, seed
             elif origin.how == "identity":
                 state[name].zero_()[:, -1] = 1
             elif origin.how == "estimated":
-                state[name].copy_(_read_size(*(weights[x] for x in origin.sources), size=config.value_head_dim))
+                norm, v_proj = (weights[x] for x in origin.sources)
+                state[name].copy_(_read_size(norm, v_proj, source.num_key_value_heads))
     return model.eval(), Report(
         report.source, report.model_type, report.layout, report.tensors, {**report.dropped, **extra}
     )
@@ -356,12 +358,12 @@ def _make(origin: Origin, weights: Mapping[str, Tensor], groups: int) -> Tensor:
     return repeat_heads(parts[0], groups, origin.shape[0] // len(parts[0]))
 
 
-def _read_size(norm: Tensor, v_proj: Tensor, size: int) -> Tensor:
+def _read_size(norm: Tensor, v_proj: Tensor, heads: int) -> Tensor:
     """Expected size of every channel of what softmax attention reads, over heads, for normed inputs whose channels are
 
     independent: `[F]`. A mean of many values is smaller than a value.
     """
-    return MEAN_OF_VALUES * (v_proj.float() * norm.float()).square().sum(1).unflatten(0, (-1, size)).mean(0).sqrt()
+    return MEAN_OF_VALUES * (v_proj.float() * norm.float()).square().sum(1).unflatten(0, (heads, -1)).mean(0).sqrt()
 
 
 def _check_tensors(source: Any, weights: Mapping[str, Tensor]) -> dict[str, str]:
