@@ -85,7 +85,7 @@ ROWS = [
     ),
     Row(
         "as-pretrained",
-        "lact",
+        "falcon1",
         {
             "mixers": ["lact", "full_attention"],
             "num_attention_heads": 4,
@@ -100,6 +100,7 @@ ROWS = [
             "attention_output_bias": True,
             "rotary_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
             "lact_rotary_scaling": {"rope_type": "linear", "factor": 2.0},
+            **{"num_lact_heads": 2, "lact_chunk_size": 8, "lact_window": 6, "lact_rank": 4},
         },
     ),
     Row("gated-delta", "falcon1", {"mixers": ["gated_delta"] * 2}),
