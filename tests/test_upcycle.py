@@ -182,10 +182,9 @@ def test_what_a_layer_cannot_hold_is_dropped_with_the_reason() -> None:
     parts = [f"{x}_proj.bias" for x in "kqvo"] + ["q_norm.weight", "k_norm.weight"]
     assert set(layer) == {f"model.layers.2.self_attn.{part}" for part in parts}
     assert set(layer.values()) == {"falcon1 in layer 2 has no such tensor"}
-    rest = set(report.dropped) - set(layer)
-    assert rest == {f"model.layers.1.mlp.{x}_proj.weight" for x in ("gate", "up", "down")} | {
-        "model.layers.1.post_attention_layernorm.weight"
-    }
+    rest = {name: why for name, why in report.dropped.items() if name not in layer}
+    parts = [f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")] + ["post_attention_layernorm.weight"]
+    assert rest == {f"model.layers.1.{part}": "none in layer 1 has no such tensor" for part in parts}
 
 
 # --- new parts ---
@@ -366,7 +365,10 @@ BAD: dict[str, tuple[Any, dict[str, Any], list[str], tuple[str, ...]]] = {
     "layer that there is not": ("llama", {}, ["--layout", "fa+lact@4"], ("'4'", "a layer from 0 to 3")),
     "more layers than there are": ("llama", {}, ["--layout", "fa*3,lact*2"], ("layout", "names 5 layers", "num_hidden_layers = 4")),
     "unknown mixer": ("llama", {}, ["--layout", "fa+lacct@1"], ("'lacct'", "did you mean 'lact'")),
-    "full attention over a window": ("mistral", {}, ["--layout", "fa"], ("layer 0", "sliding_window = 9", "sliding_attention")),
+    "full attention over a window": (
+        "mistral", {}, ["--layout", "swa+fa@1"], ("full_attention in layer 1 sees all", "sliding_window = 9", "sliding_attention")),
+    "a wider window": ("mistral", {}, ["--window", "10"], ("sees 10 tokens", "at most", "sliding_window = 9")),
+    "a wider window for LaCT": ("mistral", {}, ["--set", "lact_window=12"], ("lact in layer 1 sees 12", "sliding_window = 9")),
     "unknown option": ("llama", {}, ["--set", "lact_ranks=4"], ("'lact_ranks'", "did you mean 'lact_rank'")),
     "option of a layer that is not there": ("llama", {}, ["--set", "fwpkm_heads=4"], ("'fwpkm_heads'", "allowed")),
     "option that the source sets": ("llama", {}, ["--set", "hidden_size=64"], ("hidden_size is 64", "source and layout set it")),

@@ -9,7 +9,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +179,7 @@ def hybrid_config(source: Any, layout: str, window: int | None = None, **options
         "training_length": source.max_position_embeddings,
         "attention_window": window,
         "lact_window": window,
-        "lact_chunk_size": window,  # no token between the last update and the window
+        "lact_chunk_size": options.get("lact_window", window),  # no token between the last update and the window
         "pairing": "same_step",  # as attention pairs them
         "short_conv_size": 0,
         "memory_placement": "extra",
@@ -193,14 +193,18 @@ def hybrid_config(source: Any, layout: str, window: int | None = None, **options
             raise ValueError(f"the option {name} is {options[name]!r}; it cannot be chosen, source and layout set it")
         if name not in known:
             raise ValueError(registry.unknown("an option", name, known - set(sizes)))
-    for i, (mixer, kind) in enumerate(zip(trial.mixers or [], _kinds(source), strict=True)):
-        if mixer == "full_attention" and kind == "sliding_attention":
-            raise ValueError(
-                f"layout has full_attention in layer {i}, where the source sees sliding_window = {own_window} tokens; "
-                "sliding_attention is what keeps it"
-            )
     given = {name: value for name, value in {**sizes, **defaults}.items() if name in known}
-    return FwzooConfig.from_layout(layout, **{**given, **options})
+    config = FwzooConfig.from_layout(layout, **{**given, **options})
+    sees = {"full_attention": "all", "sliding_attention": getattr(config, "attention_window", None)}
+    sees["lact"] = getattr(config, "lact_window", None)
+    for i, (mixer, kind) in enumerate(zip(trial.mixers or [], _kinds(source), strict=True)):
+        seen = sees.get(mixer, 0)
+        if kind == "sliding_attention" and (seen == "all" or seen > own_window):
+            raise ValueError(
+                f"{mixer} in layer {i} sees {seen} tokens; it must be at most the source's sliding_window = {own_window}, "
+                "as with sliding_attention and no other window"
+            )
+    return config
 
 
 def _check_source(source: Any) -> None:
@@ -259,7 +263,8 @@ def plan(source: Any, config: FwzooConfig) -> Report:
     for name in sorted(set(old) - used):
         layer = LAYER.fullmatch(name)
         assert layer, name
-        dropped[name] = f"{kept['mlp.' in name][int(layer[1])]} in layer {layer[1]} has no such tensor"
+        module = kept[layer[2].startswith(("mlp.", "post_attention"))][int(layer[1])]
+        dropped[name] = f"{module} in layer {layer[1]} has no such tensor"
     return Report("", source.model_type, config.layout, tensors, dropped)
 
 
@@ -343,9 +348,7 @@ def hybrid(source: Any, weights: Mapping[str, Tensor], config: FwzooConfig, seed
             elif origin.how == "estimated":
                 norm, v_proj = (weights[x] for x in origin.sources)
                 state[name].copy_(_read_size(norm, v_proj, source.num_key_value_heads))
-    return model.eval(), Report(
-        report.source, report.model_type, report.layout, report.tensors, {**report.dropped, **extra}
-    )
+    return model.eval(), replace(report, dropped={**report.dropped, **extra})
 
 
 def _make(origin: Origin, weights: Mapping[str, Tensor], groups: int) -> Tensor:
@@ -409,7 +412,7 @@ def upcycle(
     source_config = AutoConfig.from_pretrained(folder)
     config = hybrid_config(source_config, layout, window, **options)
     model, report = hybrid(source_config, read_weights(folder), config, seed)
-    report = Report(str(source), report.model_type, report.layout, report.tensors, report.dropped)
+    report = replace(report, source=str(source))
     model.save_pretrained(target)
     for pattern in CARRIED_FILES:
         for file in folder.glob(pattern):
