@@ -321,6 +321,7 @@ def test_the_seed_decides_what_is_new(tmp_path: Path) -> None:
 def command(monkeypatch: pytest.MonkeyPatch, capsys: Any, *arguments: Any) -> tuple[int, str, str]:
     monkeypatch.setattr(sys, "argv", ["fwzoo", "upcycle", *map(str, arguments)])
     monkeypatch.setenv("COLUMNS", "160")
+    capsys.readouterr()  # what the test itself said so far
     with pytest.raises(SystemExit) as stop:
         cli.main()
     out, err = capsys.readouterr()

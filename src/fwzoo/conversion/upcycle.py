@@ -6,6 +6,7 @@ changes nothing, as far as the mathematics allows, and a report says which is wh
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Mapping
@@ -195,11 +196,14 @@ def hybrid_config(source: Any, layout: str, window: int | None = None, **options
             raise ValueError(registry.unknown("an option", name, known - set(sizes)))
     given = {name: value for name, value in {**sizes, **defaults}.items() if name in known}
     config = FwzooConfig.from_layout(layout, **{**given, **options})
-    sees = {"full_attention": "all", "sliding_attention": getattr(config, "attention_window", None)}
-    sees["lact"] = getattr(config, "lact_window", None)
-    for i, (mixer, kind) in enumerate(zip(trial.mixers or [], _kinds(source), strict=True)):
-        seen = sees.get(mixer, 0)
-        if kind == "sliding_attention" and (seen == "all" or seen > own_window):
+    sees = {
+        "full_attention": math.inf,
+        "sliding_attention": getattr(config, "attention_window", 0),
+        "lact": getattr(config, "lact_window", 0),
+    }
+    for i, (mixer, kind) in enumerate(zip(config.mixers or [], _kinds(source), strict=True)):
+        if kind == "sliding_attention" and sees.get(mixer, 0) > (own_window or math.inf):
+            seen = "all" if mixer == "full_attention" else sees[mixer]
             raise ValueError(
                 f"{mixer} in layer {i} sees {seen} tokens; it must be at most the source's sliding_window = {own_window}, "
                 "as with sliding_attention and no other window"
