@@ -182,6 +182,12 @@ def memory_report(model: Any, input_ids: Tensor) -> MemoryReport:
         model.train(training)
         for handle in hooks:
             handle.remove()
+    slotted = sum(hasattr(memory, "keys") for memory in memories.values())
+    if len(reads) != slotted:
+        raise ValueError(
+            f"kernel_level is {model.config.kernel_level!r}, which does not tell what it reads; it must be 'chunk' or "
+            "'reference' for a report"
+        )
     layers, seen = {}, iter(reads)
     for index, memory in memories.items():
         report = LayerReport(kind=memory.operator.__name__)

@@ -104,7 +104,11 @@ class Clock:
         self.count, self.total = count.tolist(), (count + lengths).tolist()
         self.ticks = max(self.total, default=0)
         self.chunks = -(-self.ticks // chunk)
-        self._place(token, present, pending, count.expand(self.sequences))
+        self._plain = mask is None and bounds is None and not any(self.count) and self.ticks == self.tokens
+        if self._plain:
+            self.real = present
+        else:
+            self._place(token, present, pending, count.expand(self.sequences))
 
     def _tokens(self, mask: Tensor | None, bounds: list[int] | None) -> tuple[Tensor, Tensor]:
         """Flat index of every token of every sequence `[N, T']`, and whether it is a real one."""
@@ -139,7 +143,12 @@ class Clock:
         self._where = place[:-1]
 
     def stream(self, new: Tensor, pending: Tensor) -> Tensor:
-        """`[B, T, ...]` and what is pending `[N, C, ...]` as streams `[N, L, ...]`; 0 where there is no real token."""
+        """`[B, T, ...]` and what is pending `[N, C, ...]` as streams `[N, L, ...]`; 0 where there is no real token.
+
+        `new` itself where the streams are the tokens as they come.
+        """
+        if self._plain:
+            return new
         rows = torch.cat([new.flatten(0, 1), pending.flatten(0, 1).to(new.dtype)])
         rows = (
             rows[self._source.clamp(min=0)] if rows.shape[0] else rows.new_zeros(*self._source.shape, *rows.shape[1:])
@@ -148,6 +157,8 @@ class Clock:
 
     def back(self, stream: Tensor) -> Tensor:
         """Streams `[N, L, ...]` to tokens `[B, T, ...]`; rows of masked tokens are 0."""
+        if self._plain:
+            return stream
         if self.ticks == 0:
             return stream.new_zeros(self.batch, self.tokens, *stream.shape[2:])
         rows = stream.flatten(0, 1)[self._where.clamp(min=0)]
@@ -160,13 +171,15 @@ class Clock:
         due = [total > end or (not self.lookahead and total == end) for total in self.total]
         return torch.tensor(due, dtype=torch.bool, device=self.device)
 
-    def targets(self, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The target of every tick for v `[N, L, V]`, and whether it has come when its chunk is updated, bool `[N, L]`."""
-        if not self.lookahead:
-            return v, self.real
+    def targets(self) -> tuple[Tensor, Tensor]:
+        """Where in the stream the target of every tick lies, int64 `[N, L]`, and whether it has come when its chunk is
+        updated, bool `[N, L]`."""
         column = torch.arange(self.ticks, device=self.device)
-        following, target = _next(v, self.real)
-        return target, self.real & (following <= (column // self.chunk + 1) * self.chunk) & (following < self.ticks)
+        if not self.lookahead:
+            return column.expand_as(self.real), self.real
+        following = _next(self.real)
+        known = self.real & (following <= (column // self.chunk + 1) * self.chunk) & (following < self.ticks)
+        return following.clamp(max=max(self.ticks - 1, 0)), known
 
     def pending(self, stream: Tensor) -> Tensor:
         """The ticks that wait for their update after this call `[N, C, ...]`, 0 where there are none."""
@@ -174,8 +187,7 @@ class Clock:
         column = start[:, None] + torch.arange(self.chunk, device=self.device)
         if self.ticks == 0:
             return stream.new_zeros(self.sequences, self.chunk, *stream.shape[2:])
-        at = _like(column.clamp(max=self.ticks - 1), stream).expand(-1, -1, *stream.shape[2:])
-        rows = stream.gather(1, at)
+        rows = at_ticks(stream, column.clamp(max=self.ticks - 1))
         return rows.masked_fill(_like(column >= self.ticks, rows), 0)
 
     def new_count(self) -> Tensor:
@@ -191,18 +203,23 @@ def pending_targets(v: Tensor, real: Tensor, lookahead: bool) -> tuple[Tensor, T
     """Targets of pending tokens v `[N, C, V]` when no further token comes, and whether they have one, bool `[N, C]`."""
     if not lookahead:
         return v, real
-    following, target = _next(v, real)
-    return target, real & (following < v.shape[1])
+    following = _next(real)
+    return at_ticks(v, following.clamp(max=v.shape[1] - 1)), real & (following < v.shape[1])
 
 
-def _next(v: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-    """Position of the next real token of every row (L when there is none), and its v."""
-    ticks = v.shape[1]
-    column = torch.arange(ticks, device=v.device)
+def at_ticks(stream: Tensor, position: Tensor) -> Tensor:
+    """Positions `[N, X]` of streams `[N, L, ...]`: `[N, X, ...]`."""
+    return stream.gather(1, _like(position, stream).expand(-1, -1, *stream.shape[2:]))
+
+
+def _next(real: Tensor) -> Tensor:
+    """Position of the next real token of every row `[N, L]`, L when there is none."""
+    ticks = real.shape[1]
+    if ticks == 0:
+        return torch.zeros_like(real, dtype=torch.long)
+    column = torch.arange(ticks, device=real.device)
     where = torch.where(real, column, ticks).flip(1).cummin(1).values.flip(1)
-    following = torch.cat([where[:, 1:], where.new_full((where.shape[0], 1), ticks)], 1)
-    at = following.clamp(max=ticks - 1)[..., None].expand_as(v)
-    return following, v.gather(1, at)
+    return torch.cat([where[:, 1:], where.new_full((where.shape[0], 1), ticks)], 1)
 
 
 def _like(x: Tensor, other: Tensor) -> Tensor:
@@ -236,14 +253,14 @@ def run_ticks(
     pending: list[dict[int, Token]],
     chunk: int,
     lookahead: bool,
-    read: Callable[[Token], Tensor],
+    read: Callable[[Token], Token],
     update: Update,
-) -> tuple[list[dict[int, Tensor]], list[dict[int, Token]]]:
+) -> tuple[list[dict[int, Token]], list[dict[int, Token]]]:
     """Read tick by tick, update chunk by chunk.
 
     Args:
         ticks: the new ones, each with the tokens of the rows that have one. pending: those that wait.
-        read: token to output. update: takes the tokens of a chunk, each with its target (None: it has not come).
+        read: token to its outputs. update: takes the tokens of a chunk, each with its target (None: it has not come).
     Returns: outputs of every tick, and the ticks that wait now.
     """
     outputs = []
@@ -283,17 +300,17 @@ def run_reference(
     shared: bool,
     mask: Tensor | None,
     bounds: list[int] | None,
-    read: Callable[[int, Token], Tensor],
+    read: Callable[[int, Token], Token],
     update: Callable[[int, list[tuple[Token, Tensor | None]]], None],
-    zero: Tensor,
-) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
+    zeros: Token,
+) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
     """The token loop of a chunk-updated memory.
 
     Args:
         inputs: q, v, ... `[B, T, ...]`. pending: the same of the state `[N, C, ...]`. real `[N, C]`, count `[G]`: see `Clock`.
-        read: memory and token to output. update: memory and tokens with their targets.
-        zero: output of a masked token `[V]`.
-    Returns: output `[B, T, V]`, new pending tensors, new real, new count.
+        read: memory and token to its outputs. update: memory and tokens with their targets.
+        zeros: the outputs of a masked token.
+    Returns: outputs `[B, T, ...]`, new pending tensors, new real, new count.
     """
     batch, tokens = inputs[0].shape[:2]
     spans = [(b, 0, tokens) for b in range(batch)]
@@ -302,7 +319,7 @@ def run_reference(
     is_real = [[True] * tokens] * batch if mask is None else mask.tolist()
     rows = [[(b, t) if is_real[b][t] else None for t in range(start, end)] for b, start, end in spans]
     groups = [list(range(len(rows)))] if shared else [[n] for n in range(len(rows))]
-    outputs: dict[tuple[int, int], Tensor] = {}
+    outputs: dict[tuple[int, int], Token] = {}
     waiting: list[tuple[list[int], list[dict[int, Token]]]] = []
     for g, members in enumerate(groups):
         old = [{n: tuple(x[n, c] for x in pending) for n in members if real[n, c]} for c in range(int(count[g]))]
@@ -318,8 +335,11 @@ def run_reference(
         for column, output in zip(columns, done, strict=True):
             outputs.update({column[n]: y for n, y in output.items()})
         waiting.append((members, left))
-    o = [torch.stack([outputs.get((b, t), zero) for t in range(tokens)]) for b in range(batch) if tokens]
-    out = torch.stack(o) if o else zero.new_zeros(batch, 0, *zero.shape)
+    every = [outputs.get((b, t), zeros) for b in range(batch) for t in range(tokens)]
+    out = [
+        torch.stack(x).unflatten(0, (batch, tokens)) if every else zero.new_zeros(batch, tokens, *zero.shape)
+        for x, zero in zip(zip(*every, strict=True) if every else zeros, zeros, strict=True)
+    ]
     new_pending = [
         torch.stack([_column(waiting, n, chunk, i, x[0, 0]) for n in range(len(rows))]) for i, x in enumerate(pending)
     ]

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +23,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .. import registry
 from ..configuration.base import FwzooConfig
 from ..kernels import explain
+from ..kernels.contract import whole_number
 from .cache import CACHE_KEY, FastWeightCache, FastWeightLayer, LayerMemory, holds_fast_weights
 from .code import check_code
 from .memories.base import FastMemory, StagedBuffers, generating
@@ -160,12 +161,23 @@ class FwzooPreTrainedModel(PreTrainedModel):
         return hashed.hexdigest()[:32]
 
     @torch.no_grad()
-    def memorize(self, input_ids: Tensor, passes: int = 1, cache: FastWeightCache | None = None) -> FastWeightCache:
+    def memorize(
+        self,
+        input_ids: Tensor,
+        passes: int = 1,
+        cache: FastWeightCache | None = None,
+        *,
+        piece_size: int | None = None,
+        on_piece: Callable[[int, int, Tensor], None] | None = None,
+    ) -> FastWeightCache:
         """Read a context `passes` times and write all of it into the memories of a cache.
 
         Args:
             input_ids: int64 `[B, T]`. passes: how often to read it.
             cache: the cache to go on with (it is updated in place); None begins a new one.
+            piece_size: tokens a call, None for all at once. A long text in pieces takes less memory; the result is the same.
+            on_piece: called after every piece with the number of the pass, from 1, the position of the first token of the
+                piece, and its final hidden states `[B, piece, D]`.
 
         Returns:
             The cache. The memories have written their last chunk too, though it may not be full.
@@ -174,11 +186,18 @@ class FwzooPreTrainedModel(PreTrainedModel):
             raise TypeError(f"passes is {passes!r}; it must be an int of at least 1")
         if passes < 1:
             raise ValueError(f"passes is {passes}; it must be at least 1")
+        if piece_size is not None:
+            whole_number("piece_size", piece_size, 1)
         decoder = self.get_decoder()
         cache = FastWeightCache(self.config) if cache is None else cache
         with generating():
-            for _ in range(passes):
-                decoder(input_ids, use_cache=True, **{CACHE_KEY: cache})
+            for number in range(1, passes + 1):
+                start = 0
+                for piece in input_ids.split(piece_size, 1) if piece_size else [input_ids]:
+                    outputs = decoder(piece, use_cache=True, **{CACHE_KEY: cache})
+                    if on_piece is not None:
+                        on_piece(number, start, outputs.last_hidden_state)
+                    start += piece.shape[1]
             for memory, held in decoder.fast_memories(cache):
                 held.write(**memory.flush(memory.state(held.read()))._asdict())
         return cache

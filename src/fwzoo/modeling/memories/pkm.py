@@ -46,7 +46,8 @@ class PkmMemory(StagedBuffers):
         """hidden `[B, T, D]`; mask bool `[B, T]`: only real tokens enter batch statistics."""
         config = self.config
         q = self._normalize(self.q_proj(hidden), mask).unflatten(-1, (config.pkm_heads, -1))
-        read = pkm(q, self.keys, self.values, top_k=config.pkm_top_k, score=config.pkm_score, level=config.kernel_level)
+        options = {"top_k": config.pkm_top_k, "score": config.pkm_score, "sparse_grad": config.pkm_sparse_grad}
+        read = pkm(q, self.keys, self.values, **options, level=config.kernel_level)
         assert isinstance(read, Tensor)
         return read.to(hidden.dtype)
 
