@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -138,7 +139,7 @@ def test_a_report_is_the_same_at_every_level(architecture: str) -> None:
 
 
 def test_a_level_that_does_not_tell_what_it_reads_is_refused(monkeypatch: Any) -> None:
-    monkeypatch.setattr("fwzoo.kernels.fwpkm.chunk.watching", lambda: False)
+    monkeypatch.setattr(importlib.import_module("fwzoo.kernels.fwpkm.chunk"), "watching", lambda: False)
     with pytest.raises(ValueError, match="kernel_level is 'auto', which does not tell what it reads"):
         memory_report(build("fwpkm"), ids(1, 30))
 

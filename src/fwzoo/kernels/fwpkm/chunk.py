@@ -48,6 +48,8 @@ def fwpkm_chunk(
     target, known = clock.targets()
     memory = Memory(state.keys, Overlay(values, state, options.max_slots, options.evict), options)
     queries, pieces, reads = q_stream.split(chunk, 1), [], []
+    graph = torch.is_grad_enabled() and q.requires_grad
+    o = v_stream.new_zeros(clock.sequences, 0 if graph else clock.ticks, v.shape[2], dtype=dtype)
     for step in range(clock.chunks):
         updated = clock.updated(step)
         writes = bool(updated.any())
@@ -56,7 +58,10 @@ def fwpkm_chunk(
             start = min(clock.count)  # what was pending has been read already
             pieces.append(v_stream.new_zeros(clock.sequences, start, v.shape[2], dtype=dtype))
         v_hat, selection = memory.read(queries[step][:, start - step * chunk :].to(dtype))
-        pieces.append(v_hat)
+        if graph:
+            pieces.append(v_hat)
+        else:
+            o[:, start:end] = v_hat
         if watching():
             reads.append((start, selection))
         if writes:
@@ -76,7 +81,7 @@ def fwpkm_chunk(
     )
     if reads:
         _keep(clock, reads)
-    o = torch.cat(pieces, 1) if pieces else v_stream.to(dtype)
+    o = torch.cat(pieces, 1) if pieces and graph else o
     return clock.back(o).to(v.dtype), new
 
 

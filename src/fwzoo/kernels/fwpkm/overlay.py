@@ -14,7 +14,7 @@ from torch import Tensor
 from ..product_keys import Bags, sum_rows
 from .state import FwpkmState
 
-PAGE = 64 << 20  # bytes: a smaller pool is moved when it grows, a larger one grows by pages
+PAGE = 32 << 20  # bytes: a smaller pool is moved when it grows, a larger one grows by pages
 BLOCK = 1 << 19  # bytes of rows that a CPU changes at a time: they stay in its cache
 
 

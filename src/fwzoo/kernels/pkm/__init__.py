@@ -39,8 +39,9 @@ def pkm(
         top_k: slots a head reads, at most n.
         score: "dot", or "idw": -log(score_eps + squared distance).
         return_slots: also return the slots (int64) and their weights, `[B, T, H, k]`, best first.
-        sparse_grad: the gradient of `values` is a coalesced sparse tensor of the rows read, and no dense `[n * n, V]` one is
-            made. As with `torch.nn.Embedding(sparse=True)`, only some optimisers take it: SGD, SparseAdam, Adagrad.
+        sparse_grad: the gradient of `values` is a sparse tensor that holds the rows read, each once, and no dense
+            `[n * n, V]` one is made. As with `torch.nn.Embedding(sparse=True)`, only some optimisers take it: SGD, SparseAdam,
+            Adagrad.
         level: "auto", "reference" or "chunk".
 
     Returns:
