@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,7 @@ class Clock:
     Attributes:
         sequences: N. chunks: number of chunks, the last one perhaps not full.
         real: bool `[N, L]`. count: ticks pending before the call. total: ticks of each stream. Both are lists of length G.
+        first: the first tick that has to be read: 0, or after what was pending when it has been read already and stays.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Clock:
         self.count, self.total = count.tolist(), (count + lengths).tolist()
         self.ticks = max(self.total, default=0)
         self.chunks = -(-self.ticks // chunk)
+        self.first = 0 if any(self._due(0)) else min(self.count, default=0)
         self._plain = mask is None and bounds is None and not any(self.count) and self.ticks == self.tokens
         if self._plain:
             self.real = present
@@ -156,20 +158,29 @@ class Clock:
         return rows.masked_fill(~_like(self.real, rows), 0)
 
     def back(self, stream: Tensor) -> Tensor:
-        """Streams `[N, L, ...]` to tokens `[B, T, ...]`; rows of masked tokens are 0."""
+        """Streams from their tick `first` on, `[N, L - first, ...]`, to tokens `[B, T, ...]`; rows of masked tokens are 0."""
         if self._plain:
             return stream
         if self.ticks == 0:
             return stream.new_zeros(self.batch, self.tokens, *stream.shape[2:])
+        if self.first:
+            stream = F.pad(stream, [0, 0] * (stream.ndim - 2) + [self.first, 0])
         rows = stream.flatten(0, 1)[self._where.clamp(min=0)]
         rows = rows.masked_fill(_like(self._where < 0, rows), 0)
         return rows.unflatten(0, (self.batch, self.tokens))
 
-    def updated(self, step: int) -> Tensor:
-        """bool `[G]`: the memories whose chunk `step` is updated in this call."""
+    def steps(self) -> Iterator[tuple[slice, Tensor | None]]:
+        """Of every chunk: the ticks to read, and which sequences are updated after them, bool `[N, 1]` (None: no one is)."""
+        for step in range(self.chunks):
+            due, start = self._due(step), step * self.chunk
+            now = torch.tensor(due, dtype=torch.bool, device=self.device)[:, None] if any(due) else None
+            part = slice(max(start, self.first), start + self.chunk)
+            yield part, None if now is None else now.expand(self.sequences, 1)
+
+    def _due(self, step: int) -> list[bool]:
+        """Which memories have what their update of chunk `step` waits for."""
         end = (step + 1) * self.chunk
-        due = [total > end or (not self.lookahead and total == end) for total in self.total]
-        return torch.tensor(due, dtype=torch.bool, device=self.device)
+        return [total > end or (not self.lookahead and total == end) for total in self.total]
 
     def targets(self) -> tuple[Tensor, Tensor]:
         """Where in the stream the target of every tick lies, int64 `[N, L]`, and whether it has come when its chunk is

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..clock import Clock, at_ticks, pending_targets
@@ -47,27 +46,18 @@ def fwpkm_chunk(
     )
     target, known = clock.targets()
     memory = Memory(state.keys, Overlay(values, state, options.max_slots, options.evict), options)
-    queries, pieces, reads = q_stream.split(chunk, 1), [], []
-    graph = torch.is_grad_enabled() and q.requires_grad
-    o = v_stream.new_zeros(clock.sequences, 0 if graph else clock.ticks, v.shape[2], dtype=dtype)
-    for step in range(clock.chunks):
-        updated = clock.updated(step)
-        writes = bool(updated.any())
-        start, end = step * chunk, (step + 1) * chunk
-        if step == 0 and not writes and clock.count:
-            start = min(clock.count)  # what was pending has been read already
-            pieces.append(v_stream.new_zeros(clock.sequences, start, v.shape[2], dtype=dtype))
-        v_hat, selection = memory.read(queries[step][:, start - step * chunk :].to(dtype))
+    graph, joined, reads = torch.is_grad_enabled() and q.requires_grad, [], []
+    o = v_stream.new_zeros(clock.sequences, 0 if graph else clock.ticks - clock.first, v.shape[2], dtype=dtype)
+    for queries, (part, now) in zip(q_stream.split(chunk, 1), clock.steps(), strict=False):
+        v_hat, selection = memory.read(queries[:, part.start - part.stop + chunk :].to(dtype))
         if graph:
-            pieces.append(v_hat)
+            joined.append(v_hat)
         else:
-            o[:, start:end] = v_hat
+            o[:, part.start - clock.first : part.stop - clock.first] = v_hat
         if watching():
-            reads.append((start, selection))
-        if writes:
-            now = updated[:, None].expand(clock.sequences if options.shared else -1, 1)
-            part = slice(start, end)
-            chosen = q_stream[:, part], at_ticks(v_stream, target[:, part]), gate_stream[:, part]
+            reads.append(selection)
+        if now is not None:
+            chosen = queries, at_ticks(v_stream, target[:, part]), gate_stream[:, part]
             memory.update(selection, v_hat, *chosen, known[:, part] & now, clock.real[:, part] & now)
     new = FwpkmState(
         keys=memory.keys,
@@ -81,17 +71,15 @@ def fwpkm_chunk(
     )
     if reads:
         _keep(clock, reads)
-    o = torch.cat(pieces, 1) if pieces and graph else o
-    return clock.back(o).to(v.dtype), new
+    return clock.back(torch.cat(joined, 1) if joined else o).to(v.dtype), new
 
 
-def _keep(clock: Clock, reads: list[tuple[int, Selection]]) -> None:
+def _keep(clock: Clock, reads: list[Selection]) -> None:
     """Hand what was selected to `watch()`, in the order of the tokens."""
     streams = []
     for field in ("slots", "weights"):
-        parts = [getattr(selection, field) for _, selection in reads]
-        rows = torch.cat([x.reshape(clock.sequences, -1, *x.shape[2:]) for x in parts], 1)
-        streams.append(clock.back(F.pad(rows, (0, 0, 0, 0, reads[0][0], 0))))
+        rows = [getattr(selection, field) for selection in reads]
+        streams.append(clock.back(torch.cat([x.reshape(clock.sequences, -1, *x.shape[2:]) for x in rows], 1)))
     keep_read(*streams)
 
 

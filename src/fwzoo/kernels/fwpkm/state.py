@@ -39,6 +39,12 @@ class FwpkmState(NamedTuple):
     The table of the checkpoint is not part of it. A memory holds the rows that it has written, and a sorted list of their
     slots; copies of a memory (beams) hold the same rows until one of them writes.
 
+    How a row is found, on any device: search `slots[g]` for the slot (its unused places hold n * n and sort last); where
+    slots[g, i] equals it, the row is shared_rows[where[g, i]], else it is the checkpoint's values[slot]. All lists are
+    contiguous int64, `shared_rows` is one contiguous tensor with exactly the rows that some memory holds, and several
+    memories may hold one place. Lists have a power of two of places, so that their shape changes seldom. A call never
+    writes into the tensors of the state that it was given.
+
     Attributes:
         keys: sub-keys `[G, 2, H, n, F]`, float32 (float64 for float64 inputs).
         slots: int64 `[G, M]`, slots written, ascending; unused places hold n * n.
