@@ -369,7 +369,7 @@ print(peak * 1024, written, state.shared_rows.shape[0], values.numel() * 4, sum(
 @pytest.mark.parametrize("page", [2 << 20, 1 << 40], ids=["pages", "moved as a whole"])
 def test_the_peak_is_the_rows_written_and_never_a_second_table(page: int) -> None:
     """Resident memory of a process: a batch of 8, a pool of many pages; the control moves the whole pool when it grows."""
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     command = [sys.executable, "-c", PEAK, str(page)]
     said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     peak, written, rows, table, state = map(int, said.split())
