@@ -30,7 +30,13 @@ from .memories.base import FastMemory, StagedBuffers, generating
 logger = logging.get_logger("fwzoo")
 
 # keywords that transformers' tools pass to every model and that mean nothing for ours
-IGNORED = frozenset(TransformersKwargs.__annotations__) | {"cache_position", "token_type_ids", "is_first_iteration"}
+IGNORED = frozenset(TransformersKwargs.__annotations__) | {
+    "assistant_tokenizer",
+    "cache_position",
+    "is_first_iteration",
+    "token_type_ids",
+    "tokenizer",
+}
 
 
 class FwzooBlock(GradientCheckpointingLayer):
