@@ -75,7 +75,18 @@ def test_wheel_is_pure_python_and_complete(tmp_path):
 
 def test_makefile_has_the_targets():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    assert {"setup", "quickstart", "test", "lint", "typecheck", "test-gpu", "bench", "clean"} <= targets
+    assert {
+        "setup",
+        "quickstart",
+        "test",
+        "lint",
+        "typecheck",
+        "test-gpu",
+        "bench",
+        "bundles",
+        "conformance",
+        "clean",
+    } <= targets
 
 
 def test_continuous_integration_runs_the_makefile():

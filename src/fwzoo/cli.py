@@ -231,6 +231,22 @@ def memorize(
 
 
 @app.command()
+def serve(
+    model: Model,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="Start every conversation with a memory that `memorize` made: a folder or a Hub name."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 lets other machines in.")] = "localhost",
+    port: Annotated[int, _number("The port to listen on.", int, 1, 65535)] = 8000,
+) -> None:
+    """Answer over HTTP as OpenAI's API does: chats and completions, streamed or not."""
+    from fwzoo.commands.serve import run
+
+    run(model, memory, host, port)
+
+
+@app.command()
 def push(
     model: Model,
     repository: Annotated[str, typer.Argument(help="USER/NAME on the Hub; created when it does not exist.")],

@@ -31,7 +31,13 @@ from .memories.base import FastMemory, StagedBuffers, generating
 logger = logging.get_logger("fwzoo")
 
 # keywords that transformers' tools pass to every model and that mean nothing for ours
-IGNORED = frozenset(TransformersKwargs.__annotations__) | {"cache_position", "token_type_ids", "is_first_iteration"}
+IGNORED = frozenset(TransformersKwargs.__annotations__) | {
+    "assistant_tokenizer",
+    "cache_position",
+    "is_first_iteration",
+    "token_type_ids",
+    "tokenizer",
+}
 
 
 class FwzooBlock(GradientCheckpointingLayer):
@@ -452,19 +458,19 @@ class FwzooForCausalLM(FwzooPreTrainedModel, GenerationMixin):
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
-        shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Next-token logits, and the loss where labels are given.
 
         Args:
             labels: int64 `[B, T]`, the input ids themselves (they are shifted here); -100 is ignored.
-            shift_labels: labels that are shifted already, `[B, T]`; they take the place of `labels` in the loss.
             logits_to_keep: compute logits of the last n positions only (0: all), or of an index tensor.
-            kwargs: `num_items_in_batch`, the number of labels to divide the summed loss by, and other keywords that
+            kwargs: `shift_labels`, labels `[B, T]` that are shifted already, which take the place of `labels` in the loss;
+                `num_items_in_batch`, the number of labels to divide the summed loss by; and other keywords that
                 transformers' tools pass.
             (the others): see `FwzooModel.forward`.
         """
+        shift_labels = kwargs.pop("shift_labels", None)  # in the signature, Trainer would wait for both kinds of labels
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

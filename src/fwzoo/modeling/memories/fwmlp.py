@@ -31,7 +31,7 @@ class FwmlpMemory(FastMemory):
         width, keys, values = config.fwmlp_width, config.memory_key_dim, config.memory_value_dim
         shapes = ((width, keys), (width,), (width, keys), (width,), (values, width), (values,))
         for name, shape in zip(WEIGHTS, shapes, strict=True):
-            self.register_buffer(name, torch.empty(shape))
+            self.register_buffer(name, torch.zeros(shape))
 
     def remember(
         self, q: Tensor, v: Tensor, gate: Tensor, past: dict[str, Tensor], **options: Any

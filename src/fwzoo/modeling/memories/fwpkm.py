@@ -28,8 +28,8 @@ class FwpkmMemory(FastMemory):
     def __init__(self, config: Any, layer_index: int) -> None:
         super().__init__(config, layer_index, config.fwpkm_heads * config.memory_key_dim)
         n, size = config.fwpkm_subkeys, config.memory_key_dim // 2
-        self.register_buffer("keys", torch.empty(2, config.fwpkm_heads, n, size))
-        self.register_buffer("values", torch.empty(n * n, config.memory_value_dim))
+        self.register_buffer("keys", torch.zeros(2, config.fwpkm_heads, n, size))
+        self.register_buffer("values", torch.zeros(n * n, config.memory_value_dim))
 
     def remember(
         self, q: Tensor, v: Tensor, gate: Tensor, past: dict[str, Tensor], **options: Any

@@ -37,8 +37,8 @@ class PkmMemory(StagedBuffers):
         self.keys = nn.Parameter(torch.empty(2, heads, n, size // 2))
         self.values = nn.Parameter(torch.empty(n * n, config.hidden_size))
         if config.pkm_query_norm == "batch":
-            self.register_buffer("query_mean", torch.empty(heads * size))
-            self.register_buffer("query_variance", torch.empty(heads * size))
+            self.register_buffer("query_mean", torch.zeros(heads * size))
+            self.register_buffer("query_variance", torch.ones(heads * size))
 
     def forward(
         self, hidden: Tensor, memory: Any = None, mask: Tensor | None = None, cu_seqlens: Tensor | None = None
