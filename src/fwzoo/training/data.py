@@ -17,7 +17,8 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase
 
-IGNORED_LABEL = -100
+from ..modeling.loss import IGNORED_LABEL
+
 BYTE_OFFSET = 3
 """ByT5's id of byte 0: its ids 0, 1 and 2 are padding, end of document and unknown."""
 
