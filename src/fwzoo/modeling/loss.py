@@ -22,10 +22,9 @@ def head_loss(
     vocab_size: int,
     num_items_in_batch: Any = None,
 ) -> Tensor:
-    """What transformers' causal-LM loss of `head(hidden)` is, with the same gradients; backward recomputes the logits.
+    """What transformers' causal-LM loss of `head(hidden)` is, with the same gradients.
 
-    The head is applied through its forward, so adapters on it, quantisation and hooks count. (torch 2.13's
-    `linear_cross_entropy` takes a weight matrix in place of a module.)
+    torch's own `linear_cross_entropy` where it fits; else the head's forward piece by piece, which backward recomputes.
 
     Args:
         head: hidden `[n, D]` to logits `[n, V]`.
@@ -41,6 +40,13 @@ def head_loss(
     if targets.shape[0] != flat.shape[0]:
         raise ValueError(f"shift_labels has shape {list(shift_labels.shape)}; it must be {list(hidden.shape[:2])}")
 
+    count = (targets != IGNORED_LABEL).sum() if num_items_in_batch is None else num_items_in_batch
+    if isinstance(count, Tensor):
+        count = count.to(hidden.device)
+    if _fits_torch(head, hidden):
+        options = {"ignore_index": IGNORED_LABEL, "options": nn.LinearCrossEntropyOptions()}
+        return F.linear_cross_entropy(flat, head.weight, targets, reduction="sum", **options) / count
+
     def summed(x: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(head(x).float(), target, ignore_index=IGNORED_LABEL, reduction="sum")
 
@@ -50,5 +56,21 @@ def head_loss(
     else:
         pieces = zip(flat.split(size), targets.split(size), strict=True)
         sums = [checkpoint(summed, x, target, use_reentrant=False) for x, target in pieces]
-    count = (targets != IGNORED_LABEL).sum() if num_items_in_batch is None else num_items_in_batch
-    return torch.stack(sums).sum() / (count.to(hidden.device) if isinstance(count, Tensor) else count)
+    return torch.stack(sums).sum() / count
+
+
+def _fits_torch(head: nn.Module, hidden: Tensor) -> bool:
+    """Whether torch's loss computes what the head's forward does: a plain float32 matrix, torch 2.13 or newer.
+
+    In 16 bits it would round the loss itself. It does not know autocast, and nothing that is not the weight: adapters,
+    quantisation, hooks.
+    """
+    return (
+        hasattr(F, "linear_cross_entropy")
+        and type(head) is nn.Linear
+        and type(head.weight) is nn.Parameter
+        and head.bias is None
+        and not (head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head))
+        and hidden.dtype == head.weight.dtype == torch.float32
+        and not torch.is_autocast_enabled(hidden.device.type)
+    )
