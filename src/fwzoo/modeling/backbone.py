@@ -476,7 +476,9 @@ class FwzooForCausalLM(FwzooPreTrainedModel, GenerationMixin):
         logits, loss = None, None
         if skip_logits:
             if not labelled:
-                raise ValueError("skip_logits is True; it needs labels or shift_labels, because it returns the loss alone")
+                raise ValueError(
+                    "skip_logits is True; it needs labels or shift_labels, because it returns the loss alone"
+                )
             loss = head_loss(self.lm_head, hidden, **target)
         else:
             keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
