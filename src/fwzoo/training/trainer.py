@@ -387,7 +387,7 @@ def train(
         train_dataset=rows,
         eval_dataset=eval_rows or None,
         processing_class=tokenizer,
-        callbacks=[RichProgress(console, unit), SaveOnInterrupt(interrupt), KeepPlace(rows, done)]
+        callbacks=[RichProgress(console, unit), SaveOnInterrupt(interrupt), KeepPlace(rows, done if rows.start.rows else 0)]
         + ([limit] if limit else []),
     )
     trainer.remove_callback(PrinterCallback)
