@@ -122,7 +122,8 @@ def train(
         bool, typer.Option("--gradient-checkpointing", help="Recompute layers in the backward pass to save memory.")
     ] = False,
     report_to: Annotated[
-        list[str] | None, typer.Option(help="`tensorboard` or `trackio`: send the numbers there too; may be given again.")
+        list[str] | None,
+        typer.Option(help="`tensorboard` or `trackio`: send the numbers there too; may be given again."),
     ] = None,
     fsdp: Annotated[
         bool, typer.Option("--fsdp", help="Under torchrun: shard the model over the processes (FSDP2).")

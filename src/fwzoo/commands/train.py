@@ -19,9 +19,7 @@ from .common import bad, blamed_on, empty_folder, known_architecture, make_confi
 
 OPTIONS_FILE = "training_options.json"
 NEW_OPTIONS_FILE = "training_options.json.new"
-CHANGEABLE = frozenset(
-    {"steps", "epochs", "eval_every", "save_every", "gradient_checkpointing", "report_to", "fsdp"}
-)
+CHANGEABLE = frozenset({"steps", "epochs", "eval_every", "save_every", "gradient_checkpointing", "report_to", "fsdp"})
 """What `--resume` may change; everything else is part of what the checkpoint means."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,15 +48,16 @@ def head_loss(
         options = {"ignore_index": IGNORED_LABEL, "options": nn.LinearCrossEntropyOptions()}
         return F.linear_cross_entropy(flat, head.weight, targets, reduction="sum", **options) / count
 
-    def summed(x: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(head(x).float(), target, ignore_index=IGNORED_LABEL, reduction="sum")
+    def summed(call: Callable[[Tensor], Tensor], x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(call(x).float(), target, ignore_index=IGNORED_LABEL, reduction="sum")
 
     size = max(1, LOGITS_AT_ONCE // vocab_size)
-    if flat.shape[0] <= size or not torch.is_grad_enabled():
-        sums = [summed(x, target) for x, target in zip(flat.split(size), targets.split(size), strict=True)]
-    else:
-        pieces = zip(flat.split(size), targets.split(size), strict=True)
-        sums = [checkpoint(summed, x, target, use_reentrant=False) for x, target in pieces]
+    first, *rest = zip(flat.split(size), targets.split(size), strict=True)
+    # The hooks of a head that FSDP2 shards gather its weight, and expect one call a pass; it then stays gathered.
+    call = head.forward if hasattr(head, "set_reshard_after_forward") else head
+    sums = [summed(head, *first)]
+    for piece in rest:
+        sums.append(checkpoint(summed, call, *piece, use_reentrant=False))
     return torch.stack(sums).sum() / count
 
 

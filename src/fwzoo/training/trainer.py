@@ -30,9 +30,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from .curve import write_curve
 from .data import BYTE_OFFSET, IGNORED_LABEL, PackedRows, Place, Row, SourceError, collate
+from .health import MemoryHealthCallback, plot_health
 from .interrupt import DeferredInterrupt
 
 PLACE_FILE = "data_place.safetensors"
+PROBE_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -297,6 +299,14 @@ def first_process() -> bool:
     return int(os.environ.get("RANK", 0)) == 0
 
 
+def probe(rows: PackedRows) -> torch.Tensor:
+    """The beginning of a source's text, `[1, T]` of at most `PROBE_TOKENS`: what the memories are watched on."""
+    row = next(iter(PackedRows(rows.source, rows.tokenizer, PROBE_TOKENS)), None)
+    if row is None:
+        raise SourceError("the text sources hold no text to train on.")
+    return torch.from_numpy(row.ids)[None]
+
+
 def train(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -324,8 +334,9 @@ def train(
         SourceError: a source cannot be read or holds no text.
     """
     processes = int(os.environ.get("WORLD_SIZE", 1))
-    if schedule.fsdp and processes == 1:
-        raise RunError("fsdp shards a model over processes, but there is 1; start them with torchrun.")
+    if schedule.fsdp and (processes == 1 or not torch.cuda.is_available()):
+        found = "1 process" if processes == 1 else "no GPU"
+        raise RunError(f"fsdp shards a model over the GPUs of several processes, but there is {found}; leave it out.")
     if schedule.minutes is not None and processes > 1:
         raise RunError(f"minutes is {schedule.minutes}, but clocks of {processes} processes differ; give steps alone.")
     for name in schedule.report_to:
@@ -387,10 +398,15 @@ def train(
         train_dataset=rows,
         eval_dataset=eval_rows or None,
         processing_class=tokenizer,
-        callbacks=[RichProgress(console, unit), SaveOnInterrupt(interrupt), KeepPlace(rows, done if rows.start.rows else 0)]
+        callbacks=[
+            RichProgress(console, unit),
+            SaveOnInterrupt(interrupt),
+            KeepPlace(rows, done if rows.start.rows else 0),
+        ]
         + ([limit] if limit else []),
     )
     trainer.remove_callback(PrinterCallback)
+    MemoryHealthCallback(probe(rows)).report_first(trainer)
     if schedule.gradient_checkpointing:
         # The name is new in transformers 5.24; the older one warns there.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -407,6 +423,7 @@ def train(
     trainer.save_model()
     if trainer.is_world_process_zero():
         write_curve(out, trainer.state.log_history, unit, lines)
+        plot_health(out, trainer.state.log_history)
     newest = get_last_checkpoint(str(out))
     return Outcome(
         metrics=trainer.evaluated.metrics,
