@@ -415,7 +415,7 @@ class PackedRows(IterableDataset):
         self._places: deque[Place] = deque(maxlen=self.REMEMBERED)
 
     def __iter__(self) -> Iterator[Row]:
-        rows = self._pack(None) if self.seed is None else self._endless()
+        rows = self._pack(None) if self.seed is None else self._endless(self.seed)
         worker = get_worker_info()
         return rows if worker is None else itertools.islice(rows, worker.id, None, worker.num_workers)
 
@@ -423,26 +423,26 @@ class PackedRows(IterableDataset):
         """The place after so many rows, if it is remembered."""
         return next((place for place in self._places if place.rows == rows), None)
 
-    def _endless(self) -> Iterator[Row]:
+    def _endless(self, seed: int) -> Iterator[Row]:
         place = self.start.copy()
         while True:
-            rng = np.random.default_rng([self.seed, place.epoch, 1])
+            rng = np.random.default_rng([seed, place.epoch, 1])
             if place.rng is not None:
                 rng.bit_generator.state = place.rng
-            for row in self._shuffled(place, rng):
+            for row in self._shuffled(place, rng, seed):
                 place.rows += 1
                 if self.remember_every and (place.rows - self.start.rows) % self.remember_every == 0:
-                    place.rng = rng.bit_generator.state
+                    place.rng = dict(rng.bit_generator.state)
                     self._places.append(place.copy())
                 yield row
             if place.rows == place.began:
                 raise SourceError("the text sources hold no text to train on.")
             place = Place(rows=place.rows, epoch=place.epoch + 1, began=place.rows)
 
-    def _shuffled(self, place: Place, rng: np.random.Generator) -> Iterator[Row]:
+    def _shuffled(self, place: Place, rng: np.random.Generator, seed: int) -> Iterator[Row]:
         """The rest of a pass; `place` moves with it."""
         if not place.drained:
-            order = np.random.default_rng([self.seed, place.epoch])
+            order = np.random.default_rng([seed, place.epoch])
             for row in self._pack(order, place.bookmark, place.carry):
                 if len(place.buffer) < self.SHUFFLE_ROWS:
                     place.buffer.append(row)

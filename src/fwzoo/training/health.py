@@ -42,7 +42,7 @@ def memory_health(model: nn.Module, input_ids: Tensor) -> dict[str, float]:
         return hook
 
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
-    blocks = max(lists, key=len, default=[])
+    blocks: Any = max(lists, key=len, default=())
     healthy = [(i, module) for i, block in enumerate(blocks) for module in block.modules() if hasattr(module, "health")]
     hooks = [module.register_forward_hook(ask(i)) for i, module in healthy]
     training = model.training
@@ -115,8 +115,8 @@ def plot_health(folder: Path, log_history: Sequence[Mapping[str, Any]]) -> list[
         return []
     figure = Figure(figsize=(4 * len(lines), 3.2), layout="constrained")
     for axes, (name, layers) in zip(figure.subplots(1, len(lines), squeeze=False)[0], lines.items(), strict=True):
-        for layer, points in sorted(layers.items()):
-            axes.plot(*zip(*points, strict=True), label=f"layer {layer}", marker="." if len(points) == 1 else None)
+        for index, points in sorted(layers.items()):
+            axes.plot(*zip(*points, strict=True), label=f"layer {index}", marker="." if len(points) == 1 else None)
         axes.set(xlabel="step", ylabel=NAMES.get(name, name))
         if name == "half_life":
             axes.set_yscale("log")

@@ -105,6 +105,9 @@ class PackedTrainer(Trainer):
         options: those of transformers' Trainer; `data_collator` joins rows, and `eval_dataset` is a sequence of them.
     """
 
+    optimizer: Any
+    lr_scheduler: Any
+
     def __init__(self, unit: str, schedule: Schedule, limit: "TimeLimit | None" = None, **options: Any):
         super().__init__(**options)
         self.unit, self.schedule, self.limit = unit, schedule, limit
