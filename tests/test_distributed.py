@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from fwzoo.cli import app
 from sharded_run import TEXTS, losses, trainer
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -42,7 +43,7 @@ def test_data_parallel_from_the_command_line(text: Path, tmp_path: Path) -> None
     sizes = "--hidden-size 32 --layers 2 --heads 2 --sequence-length 48 --steps 4 --save-every 2 --eval-every 4"
     words = [text, *sizes.split(), "--lr", "0.01", "--eval-fraction", "0.1"]
     one, two = tmp_path / "one", tmp_path / "two"
-    run(sys.executable, "-m", "fwzoo", "train", *words, "--out", one, "--batch-size", "4")
+    app([*map(str, ["train", *words, "--out", one, "--batch-size", "4"])], standalone_mode=False)
     said = run(*TORCHRUN, "-m", "fwzoo", "train", *words, "--out", two, "--batch-size", "2")
     assert said.count("parameters") == said.count("saved") == said.count("held-out") == 1
     for part in ("train", "eval"):

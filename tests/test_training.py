@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import json
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,15 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DataCollatorWithFlattening,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import fwzoo  # noqa: F401 (registers the architectures)
 from fwzoo.training.baselines import ByteModel
@@ -34,7 +43,8 @@ from fwzoo.training.data import (
     pack,
 )
 from fwzoo.training.sample_text import pydoc_topics
-from fwzoo.training.trainer import PackedTrainer, RunError, Schedule, train
+from fwzoo.training.trainer import PLACE_FILE, PackedTrainer, RunError, Schedule, train
+from rows import ROWS
 
 TOKENIZER = load_tokenizer("bytes")
 END = TOKENIZER.eos_token_id
@@ -431,3 +441,107 @@ def test_options_of_the_run_train_too(tmp_path, whole_run, options):
     got, expected = (np.array(curve(out)["train"])[:, 1] for out in (tmp_path, whole_run[0]))
     tolerance = 0.05 if "bf16" in options else 1e-4
     np.testing.assert_allclose(got, expected, rtol=tolerance)
+
+
+# --- Every architecture, every report, transformers' own evaluation ---
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.name == row.architecture or row.name == "everything"], ids=lambda row: row.name
+)
+def test_every_architecture_goes_on_exactly(tmp_path, row):
+    """Four steps, and two after the checkpoint of the first two: the same bits, buffers with fast weights included."""
+
+    def go(out, resume=False):
+        rows = PackedRows(Texts(TEXTS), TOKENIZER, 48, seed=0)
+        schedule = Schedule(steps=4, batch_size=2, lr=3e-3, warmup=0, save_every=2, log_every=1)
+        train(row.model(), TOKENIZER, rows, out, schedule, resume=resume)
+        return weights(out)
+
+    whole = go(tmp_path / "whole")
+    (tmp_path / "again").mkdir()
+    shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "again" / "checkpoint-2")
+    again = go(tmp_path / "again", resume=True)
+    assert whole.keys() == again.keys() and all(torch.equal(x, again[name]) for name, x in whole.items())
+    assert curve(tmp_path / "again") == curve(tmp_path / "whole")
+
+
+def test_a_checkpoint_without_its_place_in_the_data_will_do(whole_run, tmp_path):
+    """It then reads what it skips."""
+    shutil.copytree(whole_run[0] / "checkpoint-4", tmp_path / "checkpoint-4")
+    (tmp_path / "checkpoint-4" / PLACE_FILE).unlink()
+    run(tmp_path, resume=True)
+    assert curve(tmp_path) == curve(whole_run[0])
+    assert Place.load(tmp_path / "checkpoint-8" / PLACE_FILE).rows == 16
+
+
+def test_tensorboard_gets_losses_and_health(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "runs"))
+    run(tmp_path, report_to=("tensorboard",))
+    events = EventAccumulator(str(tmp_path / "runs"))
+    events.Reload()
+    assert {"train/loss", "eval/bits_per_byte", "train/memory/gate/0", "train/memory/half_life/1"} <= set(
+        events.Tags()["scalars"]
+    )
+    losses = [event.value for event in events.Scalars("train/loss")]
+    assert losses == pytest.approx([loss * np.log(2) for _, loss in curve(tmp_path)["train"]], rel=1e-5)
+
+
+def test_trackio_gets_losses_and_health(tmp_path, monkeypatch):
+    pytest.importorskip("trackio")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    run(tmp_path / "my-run", report_to=("trackio",))
+    assert any("my-run" in path.name for path in (tmp_path / "trackio").rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"report_to": ("tensorbored",)}, "report_to is 'tensorbored'; allowed are 'tensorboard', 'trackio'"),
+        ({"fsdp": True}, "fsdp shards a model over the GPUs of several processes, but there is 1 process"),
+    ],
+)
+def test_what_a_run_cannot_do_is_said(tmp_path, changes, complaint):
+    with pytest.raises(RunError, match=complaint):
+        run(tmp_path, **changes)
+
+
+def test_a_report_that_is_not_installed_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RunError, match=r"report_to is 'trackio', which is not installed: pip install 'fwzoo\[track\]'"):
+        run(tmp_path, report_to=("trackio",))
+
+
+def test_several_processes_and_a_time_limit_exclude_each_other(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RunError, match=r"minutes is 0.1, but clocks of 2 processes differ"):
+        run(tmp_path, minutes=0.1)
+
+
+@pytest.mark.parametrize("name", ["falcon3a", "fwpkm", "everything"])
+def test_evaluation_with_metrics(tmp_path, name):
+    """The plain Trainer gathers logits of packed batches of different lengths, and no caches."""
+    model = next(row for row in ROWS if row.name == name).model()
+    rows = [{"input_ids": encode(TOKENIZER, text).tolist()} for text in TEXTS[:6]]
+    data = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+
+    def accuracy(prediction):
+        logits, labels = prediction.predictions[..., :-1, :], prediction.label_ids[..., 1:]
+        real = labels != IGNORED_LABEL
+        return {"accuracy": float((logits.argmax(-1) == labels)[real].mean()), "targets": int(real.sum())}
+
+    arguments = TrainingArguments(
+        str(tmp_path), per_device_eval_batch_size=2, use_cpu=True, report_to="none", disable_tqdm=True
+    )
+    trainer = Trainer(model=model, args=arguments, eval_dataset=rows, data_collator=data, compute_metrics=accuracy)
+    metrics = trainer.evaluate()
+    assert metrics["eval_targets"] == sum(len(row["input_ids"]) - 1 for row in rows)
+    with torch.no_grad():
+        right = 0
+        for row in rows:
+            ids = torch.tensor([row["input_ids"]])
+            right += int((model(ids, use_cache=False).logits[0, :-1].argmax(-1) == ids[0, 1:]).sum())
+    assert metrics["eval_accuracy"] == pytest.approx(right / metrics["eval_targets"], abs=0.01)

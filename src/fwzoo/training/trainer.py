@@ -35,6 +35,7 @@ from .interrupt import DeferredInterrupt
 
 PLACE_FILE = "data_place.safetensors"
 PROBE_TOKENS = 256
+REPORTS = ("tensorboard", "trackio")
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Schedule:
         batch_size: rows a forward pass; `gradient_accumulation` passes make a step.
         lr: peak learning rate, reached after `warmup` steps, then along a cosine to a tenth of it.
         eval_every, save_every: in steps; 0 is never (a finished or interrupted run saves anyway).
-        report_to: names of transformers' reporting integrations, such as "tensorboard".
+        report_to: where the numbers go too: "tensorboard" (in the folder `runs`), "trackio".
         fsdp: shard weights, gradients and optimiser state over the processes (FSDP2) in place of copying them.
     """
 
@@ -343,6 +344,8 @@ def train(
     if schedule.minutes is not None and processes > 1:
         raise RunError(f"minutes is {schedule.minutes}, but clocks of {processes} processes differ; give steps alone.")
     for name in schedule.report_to:
+        if name not in REPORTS:
+            raise RunError(f"report_to is {name!r}; allowed are {', '.join(map(repr, REPORTS))}.")
         if importlib.util.find_spec(name) is None:
             raise RunError(f"report_to is {name!r}, which is not installed: pip install 'fwzoo[track]'.")
     checkpoint, done = get_last_checkpoint(str(out)) if out.is_dir() else None, 0
@@ -361,6 +364,7 @@ def train(
     interrupt = DeferredInterrupt(
         lambda: console.print("interrupted: finishing this step and saving; interrupt again to stop at once")
     )
+    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(out / "runs"))  # the one way to tell transformers
     try:
         arguments = TrainingArguments(
             output_dir=str(out),
