@@ -434,7 +434,6 @@ class FwzooForCausalLM(FwzooPreTrainedModel, GenerationMixin):
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
-        shift_labels: Tensor | None = None,
         skip_logits: bool = False,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
@@ -442,14 +441,16 @@ class FwzooForCausalLM(FwzooPreTrainedModel, GenerationMixin):
 
         Args:
             labels: int64 `[B, T]`, the input ids themselves (they are shifted here); -100 is ignored.
-            shift_labels: labels that are shifted already, `[B, T]`; they take the place of `labels` in the loss.
             logits_to_keep: compute logits of the last n positions only (0: all), or of an index tensor.
             skip_logits: return the loss alone (`logits` is None): the logits of all tokens then never exist at once, which
                 is what a large vocabulary needs in training.
-            kwargs: `num_items_in_batch`, the number of labels to divide the summed loss by, and other keywords that
-                transformers' tools pass.
+            kwargs: `num_items_in_batch`, the number of labels to divide the summed loss by; `shift_labels`, labels `[B, T]`
+                that are shifted already and take the place of `labels` in the loss; and other keywords that transformers'
+                tools pass.
             (the others): see `FwzooModel.forward`.
         """
+        # not in the signature: the Trainer takes every parameter called so for a column that each batch must have
+        shift_labels = kwargs.pop("shift_labels", None)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
