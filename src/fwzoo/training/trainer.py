@@ -177,17 +177,24 @@ class PackedTrainer(Trainer):
 
 
 class SaveOnInterrupt(TrainerCallback):
-    """Ends a run, interrupted in any process, with a checkpoint after the step that was running."""
+    """Ends a run, interrupted in any process, with a checkpoint after the step that was running.
+
+    Attributes:
+        stopped: whether it did; the same in every process.
+    """
 
     def __init__(self, interrupt: DeferredInterrupt):
         self.interrupt = interrupt
+        self.stopped = False
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if args.world_size > 1:
             requested = torch.tensor(float(self.interrupt.requested), device=args.device)
             dist.all_reduce(requested, op=dist.ReduceOp.MAX)
-            self.interrupt.requested = bool(requested)
-        if self.interrupt.requested:
+            self.stopped = bool(requested)
+        else:
+            self.stopped = self.interrupt.requested
+        if self.stopped:
             control.should_save = True
             control.should_training_stop = True
 
@@ -395,6 +402,7 @@ def train(
         )
     except ImportError as error:
         raise RunError("training needs the accelerate library: pip install 'fwzoo[train]'.") from error
+    stopper = SaveOnInterrupt(interrupt)
     trainer = PackedTrainer(
         unit,
         schedule,
@@ -407,7 +415,7 @@ def train(
         processing_class=tokenizer,
         callbacks=[
             RichProgress(console, unit),
-            SaveOnInterrupt(interrupt),
+            stopper,
             KeepPlace(rows, done if rows.start.rows else 0),
         ]
         + ([limit] if limit else []),
@@ -425,7 +433,7 @@ def train(
         trainer.train(resume_from_checkpoint=checkpoint if resume else None)
     seconds = time.monotonic() - began
     step = trainer.state.global_step
-    if eval_rows and not interrupt.requested and trainer.evaluated.step != step:
+    if eval_rows and not stopper.stopped and trainer.evaluated.step != step:
         trainer.evaluate()
     trainer.save_model()
     if trainer.is_world_process_zero():
@@ -435,7 +443,7 @@ def train(
     return Outcome(
         metrics=trainer.evaluated.metrics,
         step=step,
-        interrupted=interrupt.requested,
+        interrupted=stopper.stopped,
         checkpoint=Path(newest) if newest else None,
         seconds=seconds,
     )
