@@ -48,10 +48,11 @@ def test_what_is_shown_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monk
 def run_fences(page: Path, folder: Path, in_process: bool) -> None:
     """Run what a page shows; Python in a process of its own where the environment has to be read anew."""
     jobs: list[subprocess.Popen[bytes]] = []
+    names = {"__name__": "__main__"}  # a page is read from top to bottom
     try:
         for kind, code in fences(page):
             if kind == "python" and in_process:
-                exec(compile(code, f"{page.name}", "exec"), {"__name__": "__main__"})
+                exec(compile(code, f"{page.name}", "exec"), names)
             elif kind == "python":
                 command = [sys.executable, "-c", code]
                 done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)

@@ -1,6 +1,7 @@
 """The command `fwzoo`: its options, and how a complaint about them looks. What it does is in `fwzoo.commands`."""
 
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -24,7 +25,8 @@ def main() -> NoReturn:
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except _UsageError as error:
-        print(f"fwzoo: {error.format_message()}", file=sys.stderr)
+        if int(os.environ.get("RANK", 0)) == 0:  # every process of torchrun finds the same
+            print(f"fwzoo: {error.format_message()}", file=sys.stderr)
         sys.exit(2)
     except (typer.Abort, KeyboardInterrupt):
         print("fwzoo: interrupted", file=sys.stderr)
@@ -119,11 +121,21 @@ def train(
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Recompute layers in the backward pass to save memory.")
     ] = False,
+    report_to: Annotated[
+        list[str] | None,
+        typer.Option(help="`tensorboard` or `trackio`: send the numbers there too; may be given again."),
+    ] = None,
+    fsdp: Annotated[
+        bool, typer.Option("--fsdp", help="Under torchrun: shard the model over the processes (FSDP2).")
+    ] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in --out; its options need not be repeated.")
     ] = False,
 ) -> None:
-    """Train an architecture on text. Ctrl-C saves a checkpoint from which --resume goes on exactly."""
+    """Train an architecture on text. Ctrl-C saves a checkpoint from which --resume goes on exactly.
+
+    On several GPUs or machines: torchrun --nproc-per-node 8 -m fwzoo train ...
+    """
     from fwzoo.commands.train import run
 
     run(context)

@@ -26,6 +26,7 @@ from ..kernels import explain
 from ..kernels.contract import whole_number
 from .cache import CACHE_KEY, FastWeightCache, FastWeightLayer, LayerMemory, holds_fast_weights
 from .code import check_code
+from .loss import head_loss
 from .memories.base import FastMemory, StagedBuffers, generating
 
 logger = logging.get_logger("fwzoo")
@@ -458,6 +459,7 @@ class FwzooForCausalLM(FwzooPreTrainedModel, GenerationMixin):
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
+        skip_logits: bool = False,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Next-token logits, and the loss where labels are given.
@@ -465,12 +467,15 @@ class FwzooForCausalLM(FwzooPreTrainedModel, GenerationMixin):
         Args:
             labels: int64 `[B, T]`, the input ids themselves (they are shifted here); -100 is ignored.
             logits_to_keep: compute logits of the last n positions only (0: all), or of an index tensor.
-            kwargs: `shift_labels`, labels `[B, T]` that are shifted already, which take the place of `labels` in the loss;
-                `num_items_in_batch`, the number of labels to divide the summed loss by; and other keywords that
-                transformers' tools pass.
+            skip_logits: return the loss alone (`logits` is None): the logits of all tokens then never exist at once, which
+                is what a large vocabulary needs in training.
+            kwargs: `num_items_in_batch`, the number of labels to divide the summed loss by; `shift_labels`, labels `[B, T]`
+                that are shifted already and take the place of `labels` in the loss; and other keywords that transformers'
+                tools pass.
             (the others): see `FwzooModel.forward`.
         """
-        shift_labels = kwargs.pop("shift_labels", None)  # in the signature, Trainer would wait for both kinds of labels
+        # not in the signature: the Trainer takes every parameter called so for a column that each batch must have
+        shift_labels = kwargs.pop("shift_labels", None)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -485,19 +490,26 @@ class FwzooForCausalLM(FwzooPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         hidden = outputs.last_hidden_state
-        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(hidden[:, keep, :])
-        loss = None
-        if labels is not None or shift_labels is not None:
-            if labels is not None and labels.shape != hidden.shape[:2]:
-                raise ValueError(f"labels has shape {list(labels.shape)}; it must be [B, T] = {list(hidden.shape[:2])}")
-            loss = self.loss_function(
-                logits=logits,
-                labels=labels,
-                shift_labels=shift_labels,
-                vocab_size=self.config.vocab_size,
-                num_items_in_batch=kwargs.get("num_items_in_batch"),
-            )
+        labelled = labels is not None or shift_labels is not None
+        if labels is not None and labels.shape != hidden.shape[:2]:
+            raise ValueError(f"labels has shape {list(labels.shape)}; it must be [B, T] = {list(hidden.shape[:2])}")
+        target = {
+            "labels": labels,
+            "shift_labels": shift_labels,
+            "vocab_size": self.config.vocab_size,
+            "num_items_in_batch": kwargs.get("num_items_in_batch"),
+        }
+        logits, loss = None, None
+        if skip_logits:
+            if not labelled:
+                raise ValueError(
+                    "skip_logits is True; it needs labels or shift_labels, because it returns the loss alone"
+                )
+            loss = head_loss(self.lm_head, hidden, **target)
+        else:
+            keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(hidden[:, keep, :])
+            loss = self.loss_function(logits=logits, **target) if labelled else None
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -25,6 +26,12 @@ FEATURE_MAPS = {
 def at_least_float32(x: Tensor) -> Tensor:
     """16-bit gates in float32, others as they are."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def half_life(log_decay: Tensor) -> Tensor:
+    """Tokens after which half of what was written is left, in the median head; log_decay `[B, T, H, ...]`, at most 0."""
+    a_token = log_decay.flatten(0, 1).mean(0).clamp(max=-1e-9)
+    return (-math.log(2) / a_token).median()
 
 
 class ShortConvolution(nn.Module):
@@ -105,6 +112,10 @@ class FastWeightMixer(nn.Module):
         sizes = (self.heads * self.key_size, self.heads * self.key_size, self.heads * self.value_size)
         q, k, v = (x.unflatten(-1, (self.heads, -1)) for x in qkv.split(sizes, -1))
         return q, k, v, new
+
+    def health(self, hidden: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Numbers that show whether the memory works, for hidden `[B, T, D]` and what it wrote; see `MemoryHealthCallback`."""
+        return {"state_norm": state["S"].float().norm(dim=(-2, -1)).mean()}
 
     def merge(self, o: Tensor, hidden: Tensor) -> Tensor:
         """What was read `[B, T, H, V]`, normed, gated and projected: `[B, T, D]`."""

@@ -54,6 +54,10 @@ class FwmlpMemory(FastMemory):
         group = self.group if scope == "batch" else None
         return fwmlp_flush(state, scope=scope, group=group, **self._options())
 
+    def written(self, state: FwmlpState) -> dict[str, Tensor]:
+        moved = [(x.float() - getattr(self, name).float()).norm() for name, x in self.carried(state).items()]
+        return {"state_norm": torch.stack(moved).norm()}
+
     def carried(self, state: FwmlpState, index: int = 0) -> dict[str, Tensor]:
         return {name: getattr(state, name)[index] for name in WEIGHTS}
 

@@ -62,6 +62,11 @@ class FwpkmMemory(FastMemory):
         group = self.group if scope == "batch" else None
         return fwpkm_flush(state, self.keys, self.values, scope=scope, group=group, **self._options())
 
+    def written(self, state: FwpkmState) -> dict[str, Tensor]:
+        rows = self.carried(state)
+        moved = rows["rows"].float() - self.values[rows["slots"]].float()
+        return {"state_norm": moved.norm(), "slots_used": torch.tensor(float(rows["slots"].numel()))}
+
     def carried(self, state: FwpkmState, index: int = 0) -> dict[str, Tensor]:
         slots, where = state.slots[index], state.where[index]
         valid = slots < self.values.shape[0]

@@ -110,6 +110,15 @@ class LactMixer(nn.Module):
             remembered = remembered * F.silu(self.scale_proj(hidden))[..., None]
         return self.o_proj(attended.flatten(-2) + remembered.flatten(-2))
 
+    def health(self, hidden: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The mean scale of what is read, where it has one, and the distance of the fast weights from the initial ones."""
+        initial = {"w0": self.w0(), "w1": self.w1(), "w2": self.w2()}
+        moved = [(state[name].float() - w.float()).norm(dim=(-2, -1)) for name, w in initial.items()]
+        numbers = {"state_norm": torch.stack(moved).square().sum(0).sqrt().mean()}
+        if self.scale_proj is not None:
+            numbers["gate"] = F.silu(self.scale_proj(hidden)).mean()
+        return numbers
+
     def _attention_heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.attention_heads, -1))
 
