@@ -45,7 +45,7 @@ def fwzoo_command(monkeypatch, capsys):
 
 def process(*arguments, **options):
     return subprocess.run(
-        [sys.executable, "-m", "fwzoo.cli", *map(str, arguments)],
+        [sys.executable, "-m", "fwzoo", *map(str, arguments)],
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
@@ -203,7 +203,7 @@ def test_train_with_a_tokenizer_on_a_dataset(fwzoo_command, tmp_path, tokenizer_
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, text_file):
     out = tmp_path / "run"
     running = subprocess.Popen(
-        [sys.executable, "-m", "fwzoo.cli", "train", text_file, "--out", out, "--steps", "100000", *TINY],
+        [sys.executable, "-m", "fwzoo", "train", text_file, "--out", out, "--steps", "100000", *TINY],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

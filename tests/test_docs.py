@@ -75,7 +75,7 @@ def run(line: str, folder: Path, jobs: list[subprocess.Popen[bytes]]) -> None:
         assert jobs.pop(0).wait(timeout=60) in (0, -signal.SIGTERM), line
         return
     if words[-1] == "&":  # a server: it is ready when its port answers
-        jobs.append(subprocess.Popen([sys.executable, "-m", "fwzoo.cli", *words[1:-1]], cwd=folder))
+        jobs.append(subprocess.Popen([sys.executable, "-m", "fwzoo", *words[1:-1]], cwd=folder))
         port = int(words[words.index("--port") + 1])
         for _ in range(600):
             if not socket.socket().connect_ex(("localhost", port)):
@@ -85,7 +85,7 @@ def run(line: str, folder: Path, jobs: list[subprocess.Popen[bytes]]) -> None:
     if words[0] == "make":
         words, folder = ["make", "--dry-run", *words[1:]], ROOT
     elif words[0] == "fwzoo":
-        words = [sys.executable, "-m", "fwzoo.cli", *words[1:]]
+        words = [sys.executable, "-m", "fwzoo", *words[1:]]
     elif words[0] == "python":
         words = [sys.executable, *words[1:]]
         folder = ROOT

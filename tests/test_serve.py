@@ -38,7 +38,7 @@ def free_port() -> int:
 def served(*arguments: Any, folder: Path) -> Iterator[openai.OpenAI]:
     """A server in a process of its own, offline, and a client of it; in the end it is interrupted and must stop cleanly."""
     port = free_port()
-    command = [sys.executable, "-m", "fwzoo.cli", "serve", *map(str, arguments), "--port", str(port)]
+    command = [sys.executable, "-m", "fwzoo", "serve", *map(str, arguments), "--port", str(port)]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             command, cwd=folder, env={**os.environ, "HF_HUB_OFFLINE": "1"}, stdout=log, stderr=log, text=True

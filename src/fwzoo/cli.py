@@ -286,7 +286,3 @@ def card(
     from fwzoo.commands.hub import card
 
     card(model, out, name, license=license, language=language, base_model=base_model)
-
-
-if __name__ == "__main__":
-    main()
