@@ -189,6 +189,23 @@ def inspect(
 
 
 @app.command()
+def capacity(
+    key_size: Annotated[int, _number("Size of keys, and of the memories' values.", int, 4, 1024)] = 64,
+    pairs: Annotated[int, _number("Stored pairs at most.", int, 64, 100_000_000)] = 2_000_000,
+    queries: Annotated[int, _number("Stored keys that are asked for, at least.", int, 1, 65536)] = 256,
+    seed: Annotated[int, _number("Seed of keys and values.", int, 0)] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for capacity.json and the log-log plot capacity.png.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Measure how many key-value pairs formulas and the zoo's memories hold: table, plot and JSON, under a minute."""
+    from fwzoo.commands.capacity import run
+
+    run(key_size, pairs, queries, seed, out, as_json)
+
+
+@app.command()
 def archs() -> None:
     """List the registered architectures."""
     from fwzoo.commands.info import archs
