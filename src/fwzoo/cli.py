@@ -206,6 +206,34 @@ def capacity(
 
 
 @app.command()
+def cost(
+    layout: Annotated[str, typer.Argument(help="A layout such as gdn*3,fa; options follow as :FIELD=VALUE.")],
+    length: Annotated[
+        list[int] | None, _number("Context in tokens; may be given again (default: 4096).", int, 5)
+    ] = None,
+    layers: Annotated[int, _number("Number of layers.", int, 1)] = 12,
+    hidden_size: Annotated[int, _number("Width of the model.", int, 1)] = 768,
+    heads: Annotated[int, _number("Heads a layer; they divide the width.", int, 1)] = 12,
+    vocab_size: Annotated[int, _number("Number of tokens.", int, 1)] = 32000,
+    float32: Annotated[
+        bool, typer.Option("--float32", help="Weights and activations of 4 bytes instead of 2.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for cost.json and the plot cost.png.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Show what a layout costs: parameters, FLOPs and bytes moved a token, bytes of state; layer by layer."""
+    from fwzoo.commands.cost import run
+
+    sizes = {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden_size,
+        "num_attention_heads": heads,
+        "vocab_size": vocab_size,
+    }
+    run(layout, length or [4096], sizes, float32, out, as_json)
+
+
+@app.command()
 def archs() -> None:
     """List the registered architectures."""
     from fwzoo.commands.info import archs

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ...kernels import GatedDeltaState, gated_delta
+from ...kernels.costs import Cost
+from ...kernels.falcon.cost import scan_flops
 from ...registry import register_mixer
 from ..blocks import FastWeightMixer, at_least_float32
 
@@ -65,6 +67,10 @@ class GatedDeltaMixer(FastWeightMixer):
         if memory is not None:
             memory.write(**new, **state._asdict())
         return self.merge(o, hidden)
+
+    def cost(self, tokens: int) -> Cost:
+        """What `tokens` tokens cost."""
+        return self.operator_cost(scan_flops(True, tokens, self.key_size, self.value_size))
 
 
 def _unit(x: Tensor) -> Tensor:
