@@ -234,6 +234,46 @@ def cost(
 
 
 @app.command()
+def compare(
+    text: Annotated[
+        list[str] | None,
+        typer.Argument(help="Text or JSON-lines files (default: text that ships with Python)."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the runs, compare.json and compare.png.")] = Path(
+        "fwzoo-compare"
+    ),
+    layout: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A layout, options behind it as :FIELD=VALUE; may be given again (default: softmax, linear and decaying "
+            "linear attention, gated delta, Falcon-1A, Falcon-3A). The first one sets the number of parameters."
+        ),
+    ] = None,
+    hidden_size: Annotated[int, _number("Width of the models.", int, 1)] = 64,
+    layers: Annotated[int, _number("Number of layers.", int, 1)] = 2,
+    heads: Annotated[int, _number("Heads a layer; they divide the width.", int, 1)] = 4,
+    steps: Annotated[int, _number("Optimiser steps.", int, 1)] = 600,
+    sequence_length: Annotated[int, _number("Tokens a row.", int, 8)] = 256,
+    batch_size: Annotated[int, _number("Rows a step.", int, 1)] = 4,
+    lr: Annotated[float, _number("Peak learning rate.", float, above=0)] = 4e-3,
+    seeds: Annotated[int, _number("Runs of every layout, with seeds 0, 1, ...", int, 1, 100)] = 1,
+    context: Annotated[
+        list[int] | None, _number("Tokens at which to give bytes of state (default: 512 4096 32768).", int, 5)
+    ] = None,
+    tokenizer: Annotated[str, typer.Option(help="`bytes`, or a folder or Hub name of a tokenizer.")] = "bytes",
+    eval_rows: Annotated[int, _number("Rows of held-out text at most.", int, 1)] = 64,
+) -> None:
+    """Train several layouts under one budget on a text and compare them. Interrupted, the same command goes on."""
+    from fwzoo.commands.compare import run
+    from fwzoo.evaluation.compare import DEFAULT
+
+    sizes = {"hidden_size": hidden_size, "layers": layers, "heads": heads}
+    budget = (steps, sequence_length, batch_size, lr, seeds)
+    contexts = sorted(set(context or [512, 4096, 32768]))
+    run(text or [], layout or list(DEFAULT), out, sizes, *budget, contexts, tokenizer, eval_rows)
+
+
+@app.command()
 def archs() -> None:
     """List the registered architectures."""
     from fwzoo.commands.info import archs
