@@ -16,7 +16,7 @@ from fwzoo.analysis.cost import achieved_flops, empty_model, linear_flops, model
 from fwzoo.commands.common import short
 from rows import ROWS, Row
 
-LENGTHS = (5, 37, 64, 150)
+LENGTHS = (5, 37, 150)
 
 
 def plain(row: Row) -> fwzoo.FwzooForCausalLM:
@@ -110,6 +110,12 @@ def test_a_length_that_the_token_loop_runs_is_refused() -> None:
         model_cost(empty_model(fwzoo.Falcon1Config.tiny()), 4)
 
 
+@pytest.mark.gpu
+def test_the_command_measures_the_gpu(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
+    assert not command(monkeypatch, "falcon3a", *SMALL, "--length", 512, "--json")
+    assert json.loads(capfd.readouterr().out)["achieved_flops_a_second"]["512"] > 0
+
+
 def test_achieved_flops_are_positive() -> None:
     assert achieved_flops(fwzoo.Falcon1ForCausalLM(fwzoo.Falcon1Config.tiny()).eval(), 64, repeats=1) > 0
 
@@ -150,7 +156,7 @@ def test_json(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture, tmp
 def test_table(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> None:
     assert not command(monkeypatch, "falcon3a", *SMALL)
     shown = capfd.readouterr().out
-    assert "falcon3a at 4,096 tokens" in shown and "full_attention instead" in shown
+    assert "falcon3a at 4,096 tokens" in shown and "fa instead" in shown
 
 
 @pytest.mark.parametrize(

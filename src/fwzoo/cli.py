@@ -192,7 +192,7 @@ def inspect(
 def capacity(
     key_size: Annotated[int, _number("Size of keys, and of the memories' values.", int, 4, 1024)] = 64,
     pairs: Annotated[int, _number("Stored pairs at most.", int, 64, 100_000_000)] = 2_000_000,
-    queries: Annotated[int, _number("Stored keys that are asked for, at least.", int, 1, 65536)] = 256,
+    queries: Annotated[int, _number("Stored keys that are asked for, at least.", int, 1, 4096)] = 256,
     seed: Annotated[int, _number("Seed of keys and values.", int, 0)] = 0,
     out: Annotated[
         Path | None, typer.Option(help="Folder for capacity.json and the log-log plot capacity.png.")

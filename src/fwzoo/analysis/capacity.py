@@ -23,7 +23,7 @@ from torch import Tensor
 from .. import kernels
 from ..kernels.falcon import RULES
 
-BLOCK = 16384  # keys that are there at once
+SCORES = 1 << 22  # scores of queries with keys that are there at once
 TRAINED = 1024  # pairs up to which the growing softmax stores have the plain temperature
 CHUNK = 16  # tokens between updates of the memories that write by chunks
 ROWS = 16  # independent memories, or small stores, that a ratio is a mean over
@@ -190,11 +190,12 @@ def _stream(
     own_scores = (asked * asked).sum(-1)
     sums: dict[tuple[str, float], Tensor] = {}
     gram = torch.zeros(rows, size, size, dtype=torch.float64)
+    block = max(1, SCORES // (rows * queries))
     keys, stored = asked, 0
     for count in counts:
         while stored < count:
             if stored:
-                keys = unit_keys((rows, min(BLOCK // rows, count - stored), size), generator)
+                keys = unit_keys((rows, min(block, count - stored), size), generator)
             scores = asked @ keys.mT
             for name in held:
                 if (store := STORES[name]) is None:

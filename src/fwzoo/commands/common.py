@@ -75,7 +75,8 @@ def layout_config(option: str, text: str, **fields: Any) -> PreTrainedConfig:
         plain = FwzooConfig.from_layout(layout, **fields)
     families = [part for part in registry.parts(plain) if issubclass(part, FwzooConfig)]
     common = {field.name for field in dataclasses.fields(FwzooConfig)} & set(FwzooConfig.__annotations__)
-    known = common.union(*(family.options() for family in families)) - {"mixers", "feed_forwards"}
+    known = common.union(*(family.options() for family in families))
+    known -= {"mixers", "feed_forwards", "default_memory"}  # the layout's
     for setting in settings:
         name, equals, value = (part.strip() for part in setting.partition("="))
         if not equals:

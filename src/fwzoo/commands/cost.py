@@ -76,9 +76,9 @@ def _table(layout: str, cost: ModelCost, other: ModelCost) -> Table:
     *layers, last = cost.layers
     for x in layers:
         table.add_row(str(x.layer), x.mixer, x.feed_forward, *_numbers(x))
-    table.add_row("", "embeddings, head", "", *_numbers(last), end_section=True)
+    table.add_row("", "embedding, head", "", *_numbers(last), end_section=True)
     table.add_row("", "all", "", *_numbers(cost.total))
-    table.add_row("", f"{BESIDE} instead", "", *_numbers(other.total))
+    table.add_row("", "fa instead", "", *_numbers(other.total))
     return table
 
 
