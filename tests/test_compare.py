@@ -118,6 +118,9 @@ def test_compare_on_a_text(text: Path, tmp_path: Path, monkeypatch, capfd) -> No
     assert command(monkeypatch, *small(text, out), "--lr", 0.5) == 2
     said = capfd.readouterr().err
     assert "--lr" in said and "0.5 is not what the comparison in" in said and len(said.splitlines()) == 1
+    text.write_text(TEXT + "And more.")
+    assert command(monkeypatch, *small(text, out)) == 2
+    assert "TEXT: the text is not what the comparison in" in capfd.readouterr().err
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """`fwzoo compare`: layouts trained under one budget on the user's text, as table, figure and JSON."""
 
+import hashlib
 import json
 from itertools import islice
 from pathlib import Path
@@ -75,7 +76,8 @@ def run(
         counts = match_parameters(configs, layouts)
     except Mismatch as error:
         raise bad("--layout", str(error)) from error
-    _begin(out, options)
+    digest = hashlib.sha256("\0".join([*texts, *held_out]).encode("utf-8", errors="replace")).hexdigest()
+    _begin(out, {**options, "text_sha256": digest})
 
     tokens = steps * batch_size * sequence_length
     console.print(
@@ -126,6 +128,8 @@ def _begin(out: Path, options: dict[str, Any]) -> None:
         path.write_text(json.dumps(options, indent=1) + "\n", encoding="utf-8")
         return
     begun = json.loads(path.read_text(encoding="utf-8"))
+    if begun["text"] == options["text"] and begun["text_sha256"] != options["text_sha256"]:
+        raise bad("TEXT", f"the text is not what the comparison in {str(out)!r} was begun with; give another --out.")
     for name, value in options.items():
         if begun.get(name) != value:
             raise bad(
