@@ -12,8 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fwzoo
 from fwzoo import cli
-from fwzoo.analysis.cost import achieved_flops, empty_model, linear_flops, model_cost
+from fwzoo.analysis.cost import empty_model, linear_flops, model_cost
 from fwzoo.commands.common import short
+from fwzoo.commands.cost import measure
 from rows import ROWS, Row
 
 LENGTHS = (5, 37, 150)
@@ -117,7 +118,10 @@ def test_the_command_measures_the_gpu(monkeypatch: pytest.MonkeyPatch, capfd: py
 
 
 def test_achieved_flops_are_positive() -> None:
-    assert achieved_flops(fwzoo.Falcon1ForCausalLM(fwzoo.Falcon1Config.tiny()).eval(), 64, repeats=1) > 0
+    config = fwzoo.Falcon1Config.tiny()
+    costs = [model_cost(empty_model(config), tokens) for tokens in (64, 128)]
+    found = measure("cpu", config, torch.bfloat16, costs)
+    assert found.keys() == {"64", "128"} and all(speed is not None and speed > 0 for speed in found.values())
 
 
 @pytest.mark.parametrize(

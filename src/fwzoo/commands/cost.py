@@ -27,11 +27,7 @@ def run(layout: str, lengths: list[int], sizes: dict[str, Any], float32: bool, o
     model, attention = empty_model(config, dtype), empty_model(layout_config("LAYOUT", BESIDE, **sizes), dtype)
     costs = [model_cost(model, tokens) for tokens in sorted(set(lengths))]
     beside = [model_cost(attention, cost.tokens) for cost in costs]
-    achieved: dict[str, float] = {}
-    if device() == "cuda":
-        with torch.device("cuda"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-        achieved = {str(cost.tokens): achieved_flops(model, cost.tokens) for cost in costs}
+    achieved = measure("cuda", config, dtype, costs) if device() == "cuda" else {}
     found = {
         "layout": config.layout,
         "dtype": str(dtype).removeprefix("torch."),
@@ -55,9 +51,8 @@ def run(layout: str, lengths: list[int], sizes: dict[str, Any], float32: bool, o
     for cost, other in zip(costs, beside, strict=True):
         console.print(_table(config.layout, cost, other))
     for tokens, speed in achieved.items():
-        console.print(
-            f"achieved at {int(tokens):,} tokens on {torch.cuda.get_device_name()}: {speed / 1e12:.1f} TFLOP/s"
-        )
+        what = "out of memory" if speed is None else f"{short(speed)}FLOP/s"
+        console.print(f"achieved at {int(tokens):,} tokens on {torch.cuda.get_device_name()}: {what}")
     console.print(
         f"slow: learned parameters ({found['dtype']}); fast: parameters that are written while reading. FLOPs: a token, "
         "forward, of matrix products, two a multiply-add; attention's whole rectangle, of which a causal kernel does half. "
@@ -65,6 +60,19 @@ def run(layout: str, lengths: list[int], sizes: dict[str, Any], float32: bool, o
         soft_wrap=True,
     )
     console.print(versions())
+
+
+def measure(where: str, config: Any, dtype: torch.dtype, costs: list[ModelCost]) -> dict[str, float | None]:
+    """FLOP/s of a device by context length, None where its memory is too small."""
+    with torch.device(where):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    achieved: dict[str, float | None] = {}
+    for cost in costs:
+        try:
+            achieved[str(cost.tokens)] = achieved_flops(model, cost.tokens)
+        except torch.OutOfMemoryError:
+            achieved[str(cost.tokens)] = None
+    return achieved
 
 
 def _table(layout: str, cost: ModelCost, other: ModelCost) -> Table:
