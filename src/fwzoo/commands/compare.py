@@ -147,7 +147,7 @@ def _report(console: Console, out: Path, options: dict[str, Any], results: list[
     table = Table(title=f"losses in {label}, lower is better; @N: bytes of state after N tokens")
     table.add_column("layout", no_wrap=True)
     contexts = list(rows[0]["state_bytes"])
-    for heading in ("size", "train", "valid", *(f"@{t}" for t in contexts), "tokens/s"):
+    for heading in ("size", "train", "valid", *(f"@{t}" for t in contexts), "tok/s"):
         table.add_column(heading, justify="right")
     for row in rows:
         spread = f" ± {row['validation_deviation']:.3f}" if options["seeds"] > 1 else ""
