@@ -20,6 +20,7 @@ CHOICE = """
 task: tiny_choice
 dataset_path: json
 dataset_kwargs:
+  cache_dir: {cache}
   data_files:
     test: {data}
 test_split: test
@@ -35,6 +36,7 @@ PERPLEXITY = """
 task: tiny_perplexity
 dataset_path: json
 dataset_kwargs:
+  cache_dir: {cache}
   data_files:
     test: {data}
 test_split: test
@@ -48,6 +50,7 @@ GENERATION = """
 task: tiny_generation
 dataset_path: json
 dataset_kwargs:
+  cache_dir: {cache}
   data_files:
     test: {data}
 test_split: test
@@ -101,7 +104,7 @@ def test_local_tasks_give_what_the_model_says(saved, tmp_path, monkeypatch) -> N
     data.write_text("\n".join(map(json.dumps, rows)))
     for task in (CHOICE, PERPLEXITY, GENERATION):
         name = task.split()[1]
-        (tmp_path / f"{name}.yaml").write_text(task.format(data=data))
+        (tmp_path / f"{name}.yaml").write_text(task.format(data=data, cache=tmp_path / "cache"))
     found = lm_eval.simple_evaluate(
         FwzooLM(str(folder), device="cpu", batch_size=4),
         tasks=["tiny_choice", "tiny_perplexity", "tiny_generation"],
