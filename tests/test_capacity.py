@@ -126,24 +126,26 @@ def test_capacity_is_read_off_on_log_axes(ratios: dict[int, float], expected: fl
 
 def orthogonal(pairs: int, size: int) -> torch.Tensor:
     """Rotated basis vectors, again and again: `[1, pairs, size]`."""
-    basis = torch.linalg.qr(torch.randn(size, size))[0]
+    basis = torch.linalg.qr(torch.randn(size, size, dtype=torch.float64))[0]
     return basis.repeat(-(-pairs // size), 1)[None, :pairs]
 
 
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.float64, 1e-12)], ids=str)
 @pytest.mark.parametrize("rule", ["falcon1", "falcon2", "gated_delta"])
-def test_delta_rules_recall_their_last_orthogonal_pairs_exactly(rule: str) -> None:
+def test_delta_rules_recall_their_last_orthogonal_pairs_exactly(rule: str, dtype: torch.dtype, limit: float) -> None:
     size, pairs = 64, 200
-    keys, values = orthogonal(pairs, size), torch.randn(1, pairs, size)
+    keys, values = orthogonal(pairs, size).to(dtype), torch.randn(1, pairs, size, dtype=dtype)
     step = memory_steps(size)[rule]
     _, state = step(None, keys, keys, values, 1.0)
     last = slice(pairs - size, pairs)
-    read, again = step(state, keys[:, last], torch.zeros(1, size, size), torch.zeros(1, size, size), 0.0)
-    assert (read - values[:, last]).abs().max() < 1e-5
+    nothing = torch.zeros_like(values[:, last])
+    read, again = step(state, keys[:, last], nothing, nothing, 0.0)
+    assert (read - values[:, last]).abs().max() < limit
     assert torch.equal(again[0], state[0])  # reading writes nothing
 
 
 def test_inner_product_rules_do_not() -> None:
-    keys, values = orthogonal(200, 64), torch.randn(1, 200, 64)
+    keys, values = orthogonal(200, 64).float(), torch.randn(1, 200, 64)
     step = memory_steps(64)["falcon1a"]
     _, state = step(None, keys, keys, values, 1.0)
     read, _ = step(state, keys[:, -64:], keys[:, -64:], values[:, -64:], 0.0)

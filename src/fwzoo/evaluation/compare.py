@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, set_seed
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..analysis.cost import empty_model, model_cost
@@ -113,6 +114,9 @@ def run_one(
     """Train one layout, or go on with it, or read what it reached earlier; None when it was interrupted."""
     if (folder / RESULT).is_file():
         return Result(**json.loads((folder / RESULT).read_text(encoding="utf-8")))
+    for path in folder.glob("checkpoint-*"):
+        if not (path / TRAINER_STATE_NAME).is_file():  # written last: this checkpoint is not complete
+            shutil.rmtree(path)
     checkpoint = get_last_checkpoint(str(folder)) if folder.is_dir() else None
     if folder.is_dir() and (checkpoint is None or int(checkpoint.rpartition("-")[2]) >= schedule.steps):
         shutil.rmtree(folder)  # it ended before its first checkpoint, or between its last and the result
