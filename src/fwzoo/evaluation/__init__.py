@@ -1,1 +1,1 @@
-"""Evaluation: what trained models can do, measured by commands that can be rerun."""
+"""Evaluation: what a model's memory can do."""
