@@ -12,6 +12,7 @@ from transformers import initialization as init
 
 from .. import registry
 from ..kernels.contract import check_cu_seqlens
+from ..kernels.costs import Cost
 from ..kernels.tiling import Tiling
 
 FEATURE_MAPS = {
@@ -70,6 +71,11 @@ class ShortConvolution(nn.Module):
         new = tiling.stream(past[:, :, None], tiles, back).squeeze(2)
         return F.silu(tiling.untile(y, 1).squeeze(2)), tiling.leave(new)
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a sequence's last inputs."""
+        return self.weight[:, 1:].numel() * self.weight.element_size()
+
     def initialize_parameters(self, config: Any) -> None:
         bound = self.size**-0.5
         init.uniform_(self.weight, -bound, bound)
@@ -116,6 +122,12 @@ class FastWeightMixer(nn.Module):
     def health(self, hidden: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Numbers that show whether the memory works, for hidden `[B, T, D]` and what it wrote; see `MemoryHealthCallback`."""
         return {"state_norm": state["S"].float().norm(dim=(-2, -1)).mean()}
+
+    def operator_cost(self, flops: int, more: int = 0) -> Cost:
+        """Cost of an operator with a float32 matrix a head: its FLOPs a head, and the bytes it keeps beside the matrices."""
+        fast = self.heads * self.key_size * self.value_size
+        state = 4 * fast + more + (0 if self.conv is None else self.conv.state_bytes)
+        return Cost(self.heads * flops, fast, state, moved=2 * state)
 
     def merge(self, o: Tensor, hidden: Tensor) -> Tensor:
         """What was read `[B, T, H, V]`, normed, gated and projected: `[B, T, D]`."""

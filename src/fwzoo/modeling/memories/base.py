@@ -130,6 +130,10 @@ class FastMemory(StagedBuffers):
         """Whether what a forward pass wrote is put into the checkpoint's fast weights."""
         return self.config.carry_fast_weights and self.scope == "batch"
 
+    def updates(self, tokens: int) -> int:
+        """How many chunks of `tokens` tokens are written: with lookahead a full one waits for the next token."""
+        return max(0, tokens - bool(self.config.lookahead)) // self.config.memory_chunk_size
+
     # --- what a subclass adds ---
 
     def remember(

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import initialization as init
 
 from ...kernels import FwpkmState, fwpkm, fwpkm_flush
+from ...kernels.costs import Cost
 from ...registry import register_feed_forward
 from .base import FastMemory, query_scale
 
@@ -38,6 +39,19 @@ class FwpkmMemory(FastMemory):
         state = self.state(past) if past else None
         own = {**self._options(), "level": self.config.kernel_level}
         return fwpkm(q, v, gate, self.keys, self.values, state=state, **own, **options)
+
+    def cost(self, tokens: int) -> Cost:
+        """What `tokens` tokens cost; distances count as products, and a token writes as many rows as it can."""
+        config, chunk = self.config, self.config.memory_chunk_size
+        size, element = self.values.shape[1], self.q_proj.weight.element_size()
+        reads = config.fwpkm_heads * config.fwpkm_top_k
+        written = min(self.values.shape[0], self.updates(tokens) * chunk * reads)
+        places = 1 << (written - 1).bit_length() if written else 0  # the cache holds powers of two
+        token = element * (self.q_proj.out_features + size) + max(element, 4) + 1
+        state = 4 * self.keys.numel() + places * (4 * size + 24) + chunk * token + 40
+        # sub-keys to score, rows to read; once a chunk rows and sub-keys are read and written again
+        moved = 4 * self.keys.numel() + 3 * 4 * reads * size + 2 * token + 2 * 4 * self.keys.numel() // chunk
+        return Cost(2 * tokens * self.keys.numel(), self.keys.numel() + self.values.numel(), state, moved)
 
     def _options(self) -> dict[str, Any]:
         config = self.config

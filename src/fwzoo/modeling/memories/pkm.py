@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ...kernels import pkm
+from ...kernels.costs import Cost
 from ...registry import register_feed_forward
 from .base import StagedBuffers, query_scale
 
@@ -62,6 +63,12 @@ class PkmMemory(StagedBuffers):
             variance, mean = torch.var_mean(real.to(torch.promote_types(q.dtype, torch.float32)), 0, correction=0)
             self.stage(mean=mean, variance=variance)
         return ((q - mean) * (variance + 1e-5).rsqrt()).to(q.dtype)
+
+    def cost(self, tokens: int) -> Cost:
+        """What `tokens` tokens cost; of the table, a token reads `pkm_top_k` rows a head."""
+        rows = max(0, self.values.shape[0] - self.config.pkm_heads * self.config.pkm_top_k)
+        unread = rows * self.values.shape[1] * self.values.element_size()
+        return Cost(2 * tokens * self.keys.numel(), unread=unread)
 
     def place(self, **values: Tensor) -> None:
         self.query_mean.lerp_(values["mean"].to(self.query_mean.dtype), MOMENTUM)

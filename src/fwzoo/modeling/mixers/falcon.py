@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels import FalconState, falcon
+from ...kernels.costs import Cost
 from ...kernels.falcon import RULES, falcon_log_decay
+from ...kernels.falcon.cost import falcon_flops
 from ...registry import register_mixer
 from ..blocks import FEATURE_MAPS, FastWeightMixer, at_least_float32, half_life
 
@@ -61,6 +63,17 @@ class FalconMixer(FastWeightMixer):
     def _options(self) -> dict[str, Any]:
         names = ("window", "pairing", "timing", "step", "scale_coupled", "eps", "decay_floor")
         return {name: getattr(self.config, name) for name in names}
+
+    def cost(self, tokens: int) -> Cost:
+        """What `tokens` tokens cost."""
+        config = self.config
+        rule = RULES[self.rule]
+        window = config.window if rule.sliding else 1
+        energy = config.step == "beta" or config.scale_coupled
+        pair = self.heads * (self.key_size + self.value_size)
+        kept = self.heads * self.key_size + (window - 1) * pair
+        flops = falcon_flops(rule, window, energy, tokens, self.key_size, self.value_size)
+        return self.operator_cost(flops, self.q_proj.weight.element_size() * kept + 9)
 
     def _feature(self, x: Tensor) -> Tensor:
         """Norm and feature map of query or key `[B, T, H, K]`."""

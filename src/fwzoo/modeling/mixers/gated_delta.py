@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ...kernels import GatedDeltaState, gated_delta
+from ...kernels.costs import Cost
+from ...kernels.falcon.cost import scan_flops
 from ...registry import register_mixer
 from ..blocks import FastWeightMixer, at_least_float32, half_life
 
@@ -73,6 +75,10 @@ class GatedDeltaMixer(FastWeightMixer):
         """The mean gain and the half-life, beside the norm."""
         log_decay, gain = self._gates(hidden)
         return {**super().health(hidden, state), "gate": gain.mean(), "half_life": half_life(log_decay)}
+
+    def cost(self, tokens: int) -> Cost:
+        """What `tokens` tokens cost."""
+        return self.operator_cost(scan_flops(True, tokens, self.key_size, self.value_size))
 
 
 def _unit(x: Tensor) -> Tensor:

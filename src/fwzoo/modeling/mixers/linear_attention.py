@@ -15,6 +15,8 @@ from transformers import initialization as init
 
 from ...kernels import LinearAttentionState, linear_attention
 from ...kernels.contract import compute_dtype
+from ...kernels.costs import Cost
+from ...kernels.falcon.cost import scan_flops
 from ...registry import register_mixer
 from ..blocks import FEATURE_MAPS, FastWeightMixer, at_least_float32, half_life
 
@@ -69,6 +71,11 @@ class LinearAttentionMixer(FastWeightMixer):
         """The half-life, where there is decay, beside the norm."""
         log_decay = self._log_decay(hidden)
         return {**super().health(hidden, state), **({} if log_decay is None else {"half_life": half_life(log_decay)})}
+
+    def cost(self, tokens: int) -> Cost:
+        """What `tokens` tokens cost; the normaliser is one more value column."""
+        more = 4 * self.heads * self.key_size
+        return self.operator_cost(scan_flops(False, tokens, self.key_size, self.value_size + 1), more)
 
     def _log_decay(self, hidden: Tensor) -> Tensor | None:
         """`[B, T, H]`, at most 0, or None."""
