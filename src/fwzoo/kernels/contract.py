@@ -26,6 +26,7 @@ State = TypeVar("State", bound=tuple[Tensor, ...])
 LEVELS = ("reference", "chunk", "triton")
 
 _debug: ContextVar[bool] = ContextVar("fwzoo_debug", default=False)
+_overwriting: ContextVar[bool] = ContextVar("fwzoo_overwriting", default=False)
 
 
 @contextlib.contextmanager
@@ -46,6 +47,21 @@ def debug(enabled: bool = True) -> Iterator[None]:
 def debugging() -> bool:
     """Whether `debug()` is active here (never while compiling)."""
     return not torch.compiler.is_compiling() and _debug.get()
+
+
+@contextlib.contextmanager
+def overwriting_states() -> Iterator[None]:
+    """Within this context, an operator may write the new state into the tensors of the state it was given."""
+    token = _overwriting.set(True)
+    try:
+        yield
+    finally:
+        _overwriting.reset(token)
+
+
+def may_overwrite_states() -> bool:
+    """Whether `overwriting_states()` is active here."""
+    return _overwriting.get()
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -52,16 +52,25 @@ class ShortConvolution(nn.Module):
             past = x.new_zeros(documents, history, x.shape[2])
         if x.shape[1] == 0:
             return x, past
-        whole = mask is None and bounds is None
-        chunk = max(x.shape[1] if whole else 64, history, 1)
+        if bounds is None and (mask is None or x.shape[1] == 1):
+            stream = torch.cat([past, x if mask is None else torch.where(mask[..., None], x, 0)], 1)
+            y, new = self._filter(stream, x.shape[1]), stream[:, x.shape[1] :].clone()
+            if mask is not None:
+                y, new = torch.where(mask[..., None], y, 0), torch.where(mask[..., None], new, past)
+            return y, new
+        chunk = max(64, history)
         tiling = Tiling(x.shape[0], x.shape[1], chunk, mask=mask, bounds=bounds, device=x.device)
         past = tiling.enter(past)
         tiles = tiling.tile(x[:, :, None])
-        stream = torch.cat([tiling.before(tiles, history, past[:, None]), tiles], 1)
-        y = sum((stream[:, i : i + chunk] * self.weight[:, i] for i in range(self.size)), x.new_zeros(()))
+        y = self._filter(torch.cat([tiling.before(tiles, history, past[:, None]), tiles], 1), chunk)
         back = tiling.lengths[:, None] + torch.arange(history, device=x.device)
         new = tiling.stream(past[:, :, None], tiles, back).squeeze(2)
-        return F.silu(tiling.untile(y, 1).squeeze(2)), tiling.leave(new)
+        return tiling.untile(y, 1).squeeze(2), tiling.leave(new)
+
+    def _filter(self, stream: Tensor, tokens: int) -> Tensor:
+        """The last `tokens` outputs of a stream `[M, size - 1 + tokens, D]`."""
+        taps = (stream[:, i : i + tokens] * self.weight[:, i] for i in range(self.size))
+        return F.silu(sum(taps, stream.new_zeros(()))).to(stream.dtype)  # autocast leaves the weight in float32
 
     def initialize_parameters(self, config: Any) -> None:
         bound = self.size**-0.5
@@ -80,6 +89,8 @@ class FastWeightMixer(nn.Module):
         conv: width of the short convolution on q, k and v; 0 means none.
         gate: multiply the output by SiLU of a projection of the input.
     """
+
+    steps_alike: ClassVar[bool] = True
 
     def __init__(self, config: Any, *, conv: int, gate: bool) -> None:
         super().__init__()
@@ -117,6 +128,8 @@ class FastWeightMixer(nn.Module):
 @registry.register_feed_forward("mlp")
 class SwiGLU(nn.Module):
     """Feed-forward `down(silu(gate(x)) * up(x))`, without biases."""
+
+    steps_alike: ClassVar[bool] = True
 
     def __init__(self, config: Any, layer_index: int) -> None:
         super().__init__()

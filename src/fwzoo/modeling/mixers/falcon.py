@@ -37,8 +37,8 @@ class FalconMixer(FastWeightMixer):
         past = {} if memory is None else memory.read()
         q, k, v, new = self.project(hidden, past, mask, cu_seqlens)
         o, state = falcon(
-            self._feature(q),
-            self._feature(k),
+            self._feature(q).to(v.dtype),  # autocast computes norms in float32
+            self._feature(k).to(v.dtype),
             v,
             *self._gates(hidden),
             rule=self.rule,
