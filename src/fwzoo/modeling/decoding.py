@@ -1,0 +1,132 @@
+"""Decoding on a GPU without Python: one token's step as a CUDA graph that `generate` replays.
+
+A step of a fast-weight model is a few hundred small kernels, and launching them takes far longer than running them. The
+first decoding step of a `generate` call runs as usual, is then captured, and every later step of the same shape is one
+launch. The graph works on buffers of its own, which the cache holds between steps, so nothing is copied unless
+`generate` reordered the sequences.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from ..kernels.contract import overwriting_states
+from .cache import FastWeightCache, FastWeightLayer
+
+logger = logging.get_logger("fwzoo")
+
+Step = Callable[[Tensor, "Tensor | None", FastWeightCache], Tensor]
+
+_decoder: ContextVar[GraphedStep | None] = ContextVar("fwzoo_decoder", default=None)
+
+
+@contextlib.contextmanager
+def graphed_decoding(enabled: bool) -> Iterator[None]:
+    """Within this context, decoding steps on a GPU are captured and replayed where their shapes allow."""
+    token = _decoder.set(GraphedStep() if enabled else None)
+    try:
+        yield
+    finally:
+        _decoder.reset(token)
+
+
+def graphed_step() -> GraphedStep | None:
+    """What replays decoding steps here, or None."""
+    return None if torch.compiler.is_compiling() else _decoder.get()
+
+
+class GraphedStep:
+    """The steps of one `generate` call. Graphs live as long as the call: weights may change between calls."""
+
+    def __init__(self) -> None:
+        self._graphs: dict[Any, _Graph] = {}
+        self._refused = False
+
+    def allows(self, model: Any, input_ids: Tensor | None, cache: Any) -> bool:
+        """Whether this call is one decoding step that a graph can replay."""
+        return (
+            not self._refused
+            and isinstance(cache, FastWeightCache)
+            and input_ids is not None
+            and input_ids.device.type == "cuda"
+            and input_ids.shape[1] == 1
+            and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cuda") or model.training)
+            and not hasattr(model, "hf_device_map")
+            and all(layer.tensors and not layer.record_past for layer in cache.layers)
+            and model.get_decoder().steps_alike()
+        )
+
+    def __call__(self, step: Step, input_ids: Tensor, mask: Tensor | None, cache: FastWeightCache) -> Tensor | None:
+        """The logits `[B, 1, vocabulary]` of `step(input_ids, mask, cache)`, which also advances the cache; None: run it.
+
+        Args:
+            step: one decoding step. input_ids: `[B, 1]`. mask: bool `[B, 1]` or None.
+        """
+        key = (input_ids.shape, input_ids.device, mask is None, _shapes(cache))
+        graph = self._graphs.get(key)
+        if graph is None:
+            try:
+                graph = self._graphs[key] = _Graph(step, input_ids, mask, cache)
+            except RuntimeError as error:
+                self._refused = True
+                logger.warning_once("decoding runs without a CUDA graph, because capturing it failed: %s", error)
+                return None
+        return graph.replay(input_ids, mask, cache)
+
+
+def _shapes(cache: FastWeightCache) -> tuple[Any, ...]:
+    return tuple(
+        (name, tuple(x.shape), x.dtype, x.device) for layer in cache.layers for name, x in layer.tensors.items()
+    )
+
+
+class _Graph:
+    """A captured step and its buffers: ids, mask, the tensors of every layer, logits."""
+
+    def __init__(self, step: Step, input_ids: Tensor, mask: Tensor | None, cache: FastWeightCache) -> None:
+        self._ids = input_ids.clone()
+        self._mask = None if mask is None else mask.clone()
+        self._layers = [{name: x.clone() for name, x in layer.tensors.items()} for layer in cache.layers]
+        side = torch.cuda.Stream(input_ids.device)
+        side.wait_stream(torch.cuda.current_stream(input_ids.device))
+        with torch.cuda.device(input_ids.device), torch.cuda.stream(side):
+            step(self._ids, self._mask, _holding(cache, self._layers, copied=True))  # loads kernels, fills workspaces
+        torch.cuda.current_stream(input_ids.device).wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(input_ids.device), torch.cuda.graph(self._graph), overwriting_states():
+            advanced = _holding(cache, self._layers)
+            self._logits = step(self._ids, self._mask, advanced)
+            for own, layer in zip(self._layers, advanced.layers, strict=True):
+                for name, x in layer.tensors.items():
+                    if x.data_ptr() != own[name].data_ptr():
+                        own[name].copy_(x)
+
+    def replay(self, input_ids: Tensor, mask: Tensor | None, cache: FastWeightCache) -> Tensor:
+        self._ids.copy_(input_ids)
+        if self._mask is not None and mask is not None:
+            self._mask.copy_(mask)
+        for own, layer in zip(self._layers, cache.layers, strict=True):
+            for name, x in layer.tensors.items():
+                if x is not own[name]:
+                    own[name].copy_(x)
+            layer.tensors = dict(own)
+            layer.end(1)
+        self._graph.replay()
+        return self._logits.clone()
+
+
+def _holding(cache: FastWeightCache, layers: list[dict[str, Tensor]], copied: bool = False) -> FastWeightCache:
+    """A cache like `cache` that holds these tensors."""
+    made = FastWeightCache.__new__(FastWeightCache)
+    super(FastWeightCache, made).__init__(layers=[FastWeightLayer() for _ in layers])
+    for layer, tensors, like in zip(made.layers, layers, cache.layers, strict=True):
+        layer.tensors = {name: x.clone() if copied else x for name, x in tensors.items()}
+        layer.seen, layer.is_initialized = like.seen, True
+    return made
