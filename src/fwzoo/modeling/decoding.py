@@ -24,6 +24,8 @@ logger = logging.get_logger("fwzoo")
 
 Step = Callable[[Tensor, "Tensor | None", FastWeightCache], Tensor]
 
+DEVICES = ("cuda",)
+
 _decoder: ContextVar[GraphedStep | None] = ContextVar("fwzoo_decoder", default=None)
 
 
@@ -55,9 +57,9 @@ class GraphedStep:
             not self._refused
             and isinstance(cache, FastWeightCache)
             and input_ids is not None
-            and input_ids.device.type == "cuda"
+            and input_ids.device.type in DEVICES
             and input_ids.shape[1] == 1
-            and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cuda") or model.training)
+            and not (torch.is_grad_enabled() or torch.is_autocast_enabled(input_ids.device.type) or model.training)
             and not hasattr(model, "hf_device_map")
             and all(layer.tensors and not layer.record_past for layer in cache.layers)
             and model.get_decoder().steps_alike()
@@ -87,6 +89,24 @@ def _shapes(cache: FastWeightCache) -> tuple[Any, ...]:
     )
 
 
+def capture(rehearse: Callable[[], None], advance: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
+    """What runs `advance` as a CUDA graph, after `rehearse` has loaded its kernels and filled their workspaces."""
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        rehearse()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(device), torch.cuda.graph(graph):
+        result = advance()
+
+    def run() -> Tensor:
+        graph.replay()
+        return result.clone()
+
+    return run
+
+
 class _Graph:
     """A captured step and its buffers: ids, mask, the tensors of every layer, logits."""
 
@@ -94,19 +114,21 @@ class _Graph:
         self._ids = input_ids.clone()
         self._mask = None if mask is None else mask.clone()
         self._layers = [{name: x.clone() for name, x in layer.tensors.items()} for layer in cache.layers]
-        side = torch.cuda.Stream(input_ids.device)
-        side.wait_stream(torch.cuda.current_stream(input_ids.device))
-        with torch.cuda.device(input_ids.device), torch.cuda.stream(side):
-            step(self._ids, self._mask, _holding(cache, self._layers, copied=True))  # loads kernels, fills workspaces
-        torch.cuda.current_stream(input_ids.device).wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(input_ids.device), torch.cuda.graph(self._graph), overwriting_states():
+
+        def rehearse() -> None:
+            step(self._ids, self._mask, _holding(cache, self._layers, copied=True))
+
+        def advance() -> Tensor:
             advanced = _holding(cache, self._layers)
-            self._logits = step(self._ids, self._mask, advanced)
+            with overwriting_states():
+                logits = step(self._ids, self._mask, advanced)
             for own, layer in zip(self._layers, advanced.layers, strict=True):
                 for name, x in layer.tensors.items():
                     if x.data_ptr() != own[name].data_ptr():
                         own[name].copy_(x)
+            return logits
+
+        self._run = capture(rehearse, advance, input_ids.device)
 
     def replay(self, input_ids: Tensor, mask: Tensor | None, cache: FastWeightCache) -> Tensor:
         self._ids.copy_(input_ids)
@@ -118,8 +140,7 @@ class _Graph:
                     own[name].copy_(x)
             layer.tensors = dict(own)
             layer.end(1)
-        self._graph.replay()
-        return self._logits.clone()
+        return self._run()
 
 
 def _holding(cache: FastWeightCache, layers: list[dict[str, Tensor]], copied: bool = False) -> FastWeightCache:
