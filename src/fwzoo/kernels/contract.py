@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .samples import Draw, Sample
+
 logger = logging.getLogger("fwzoo.kernels")
 
 State = TypeVar("State", bound=tuple[Tensor, ...])
@@ -86,11 +88,13 @@ class Op:
         name: public name, as in `fwzoo.kernels.<name>`.
         levels: level name to implementation.
         short: up to this many tokens a CPU runs the token loop faster than the chunk form.
+        samples: random calls for `fwzoo selftest`, from what draws their tensors.
     """
 
     name: str
     levels: dict[str, Callable[..., Any]]
     short: int = 0
+    samples: Callable[[Draw], Iterator[Sample]] = lambda draw: iter(())
 
     def unavailable(self, level: str) -> str | None:
         """Why `level` cannot run, or None."""
@@ -145,6 +149,11 @@ def register(op: Op) -> Op:
     """Make an operator known to `explain`."""
     _OPS[op.name] = op
     return op
+
+
+def operators() -> dict[str, Op]:
+    """Every operator by name."""
+    return dict(_OPS)
 
 
 def explain(op: str | Callable[..., Any], *tensors: Tensor) -> Explanation:

@@ -9,13 +9,26 @@ from torch import Tensor
 
 from .. import contract
 from ..contract import Op
+from ..samples import Draw, Sample, Samples
 from .chunk import falcon_chunk
 from .reference import falcon_reference
 from .rules import RULES, FalconState, Options, Rule, empty_state
 
 __all__ = ["RULES", "FalconState", "Rule", "falcon"]
 
-FALCON = contract.register(Op("falcon", {"reference": falcon_reference, "chunk": falcon_chunk}, short=4))
+
+def _samples(draw: Draw) -> Samples:
+    sizes = draw.sizes
+    for name, rule in RULES.items():
+        gain = (sizes.value,) if rule.per_column else ()
+        tokens = {"q": draw.unit_heads(sizes.key), "k": draw.unit_heads(sizes.key), "v": draw.heads(sizes.value)}
+        gates = {"beta": 2 * draw.gate(*gain), "ridge": 0.1 * draw.gate()}
+        yield Sample(name, tokens, gates, options={"rule": name})
+
+
+FALCON = contract.register(
+    Op("falcon", {"reference": falcon_reference, "chunk": falcon_chunk}, short=4, samples=_samples)
+)
 
 
 def falcon(

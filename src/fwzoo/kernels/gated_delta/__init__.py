@@ -9,13 +9,21 @@ from torch import Tensor
 
 from .. import contract
 from ..contract import Op
+from ..samples import Draw, Sample, Samples
 from .chunk import gated_delta_chunk
 from .reference import GatedDeltaState, gated_delta_reference
 
 __all__ = ["GatedDeltaState", "gated_delta"]
 
+
+def _samples(draw: Draw) -> Samples:
+    sizes = draw.sizes
+    tokens = {"q": draw.unit_heads(sizes.key), "k": draw.unit_heads(sizes.key), "v": draw.heads(sizes.value)}
+    yield Sample("", tokens, {"log_decay": -0.1 * draw.gate(), "beta": draw.gate()})
+
+
 GATED_DELTA = contract.register(
-    Op("gated_delta", {"reference": gated_delta_reference, "chunk": gated_delta_chunk}, short=4)
+    Op("gated_delta", {"reference": gated_delta_reference, "chunk": gated_delta_chunk}, short=4, samples=_samples)
 )
 
 

@@ -10,13 +10,31 @@ from torch import Tensor
 
 from .. import contract
 from ..contract import Op
+from ..samples import Draw, Sample, Samples
 from .chunk import linear_attention_chunk
 from .reference import LinearAttentionState, linear_attention_reference
 
 __all__ = ["LinearAttentionState", "linear_attention"]
 
+
+def _samples(draw: Draw) -> Samples:
+    sizes = draw.sizes
+    tokens = {
+        "q": draw.unit_heads(sizes.key).abs(),
+        "k": draw.unit_heads(sizes.key).abs(),
+        "v": draw.heads(sizes.value),
+    }
+    yield Sample("normalised", tokens)
+    yield Sample("decayed", tokens, {"log_decay": -0.1 * draw.gate()}, options={"normalize": False})
+
+
 LINEAR_ATTENTION = contract.register(
-    Op("linear_attention", {"reference": linear_attention_reference, "chunk": linear_attention_chunk}, short=4)
+    Op(
+        "linear_attention",
+        {"reference": linear_attention_reference, "chunk": linear_attention_chunk},
+        short=4,
+        samples=_samples,
+    )
 )
 
 
