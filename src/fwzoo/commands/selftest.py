@@ -32,6 +32,9 @@ def run(op: str | None, on: str | None, as_json: bool) -> int:
         return bool(wrong)
     console = Console()
     console.print(_table(verdicts))
+    absent = dict.fromkeys((v.op, v.level, v.note) for v in verdicts if v.passed is None)
+    for name, level, why in absent:
+        console.print(f"{name} {level} did not run: {why}", soft_wrap=True)
     for verdict in wrong:
         what = verdict.note or f"error {verdict.error:.1e}, allowed {verdict.limit:.1e}"
         console.print(f"wrong: {verdict.op} {verdict.sample} {verdict.level} {verdict.sizes} {verdict.dtype}: {what}")
@@ -54,7 +57,6 @@ def _table(verdicts: list[Verdict]) -> Table:
     for names, group in groups.items():
         ran = [verdict for verdict in group if verdict.passed is not None]
         if not ran:
-            table.add_row(*names, "0", "", "", "", group[0].note)
             continue
         measured = [(v.error, v.error / v.limit) for v in ran if v.error is not None and v.limit]
         largest, share = (max(column, default=float("nan")) for column in zip(*measured, strict=True))
