@@ -58,8 +58,9 @@ def _table(verdicts: list[Verdict]) -> Table:
         ran = [verdict for verdict in group if verdict.passed is not None]
         if not ran:
             continue
-        measured = [(v.error, v.error / v.limit) for v in ran if v.error is not None and v.limit]
-        largest, share = (max(column, default=float("nan")) for column in zip(*measured, strict=True))
+        errors = [v.error for v in ran if v.error is not None]
+        shares = [v.error / v.limit for v in ran if v.error is not None and v.limit]
+        largest, share = max(errors, default=float("nan")), max(shares, default=float("nan"))
         seconds = f"{sum(verdict.seconds for verdict in ran):.1f}"
         right = "right" if all(verdict.passed for verdict in ran) else "WRONG"
         table.add_row(*names, str(len(ran)), f"{largest:.1e}", f"{share:.0%}", seconds, right)
