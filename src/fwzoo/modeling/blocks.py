@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from .. import registry
-from ..kernels.contract import check_cu_seqlens
+from ..kernels.contract import TRITON, check_cu_seqlens
 from ..kernels.tiling import Tiling
 
 FEATURE_MAPS = {
@@ -25,6 +26,21 @@ FEATURE_MAPS = {
 def at_least_float32(x: Tensor) -> Tensor:
     """16-bit gates in float32, others as they are."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def head_norm(x: Tensor, kind: str | None, eps: float) -> Tensor:
+    """Norm over the last axis, in the dtype of x: "rms" (mean square 1), "l2" (length 1) or None."""
+    if kind == "rms":
+        return F.rms_norm(x, x.shape[-1:], eps=eps).to(x.dtype)  # autocast computes norms in float32
+    if kind == "l2":
+        return F.normalize(at_least_float32(x), dim=-1, eps=eps).to(x.dtype)
+    return x
+
+
+def fused_convolution(config: Any, x: Tensor) -> bool:
+    """Whether the convolution before this mixer runs as one kernel with SiLU and norm: on a GPU, for more than one token."""
+    fits = max(config.head_dim, config.value_head_dim) <= 256 and x.dtype != torch.float64
+    return x.is_cuda and TRITON and x.shape[1] > 1 and fits and config.kernel_level in ("auto", "triton")
 
 
 class ShortConvolution(nn.Module):
@@ -67,6 +83,35 @@ class ShortConvolution(nn.Module):
         new = tiling.stream(past[:, :, None], tiles, back).squeeze(2)
         return tiling.untile(y, 1).squeeze(2), tiling.leave(new)
 
+    def fused(
+        self,
+        parts: Sequence[Tensor],
+        sizes: Sequence[int],
+        norms: Sequence[str | None],
+        eps: float,
+        past: Tensor | None,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[list[Tensor], Tensor]:
+        """The same on a GPU in one pass, for channels that come in parts `[B, T, D_i]` of heads of a size, each with its norm.
+
+        Returns: every part as `[B, T, H, size]`, and the new past.
+        """
+        from ..kernels.convolution import convolution, last_inputs  # only here: fwzoo does not need triton
+        from ..kernels.ranks import make_ranks
+
+        ranks = make_ranks(parts[0], mask, check_cu_seqlens(cu_seqlens, parts[0]))
+        widths = [part.shape[2] for part in parts]
+        pasts = [None] * len(parts) if past is None else past.split(widths, -1)
+        heads = [
+            convolution(x, weight, own, ranks, head=size, norm=norm, eps=eps).unflatten(-1, (-1, size))
+            for x, weight, own, size, norm in zip(parts, self.weight.split(widths), pasts, sizes, norms, strict=True)
+        ]
+        if past is None:
+            past = parts[0].new_zeros(ranks.documents, self.size - 1, sum(widths))
+        kept = [last_inputs(x, own, ranks) for x, own in zip(parts, past.split(widths, -1), strict=True)]
+        return heads, torch.cat(kept, -1)
+
     def _filter(self, stream: Tensor, tokens: int) -> Tensor:
         """The last `tokens` outputs of a stream `[M, size - 1 + tokens, D]`."""
         taps = (stream[:, i : i + tokens] * self.weight[:, i] for i in range(self.size))
@@ -106,16 +151,34 @@ class FastWeightMixer(nn.Module):
         self.conv = ShortConvolution(2 * keys + values, conv) if conv else None
 
     def project(
-        self, hidden: Tensor, past: dict[str, Tensor], mask: Tensor | None, cu_seqlens: Tensor | None
+        self,
+        hidden: Tensor,
+        past: dict[str, Tensor],
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        *,
+        norm: str | None = None,
+        eps: float = 0.0,
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-        """q, k `[B, T, H, K]`, v `[B, T, H, V]`, and the convolution's new past; takes its old one out of `past`."""
-        qkv = torch.cat([self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)], -1)
+        """q, k `[B, T, H, K]`, normed; v `[B, T, H, V]`; and the convolution's new past, whose old one is taken from `past`.
+
+        Args:
+            norm: "rms" or "l2" over the entries of a head, or None. eps: of the norm.
+        """
+        projected = [self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)]
+        sizes, norms = (self.key_size, self.key_size, self.value_size), (norm, norm, None)
         new: dict[str, Tensor] = {}
-        if self.conv is not None:
-            qkv, new["conv"] = self.conv(qkv, past.pop("conv", None), mask, cu_seqlens)
-        sizes = (self.heads * self.key_size, self.heads * self.key_size, self.heads * self.value_size)
-        q, k, v = (x.unflatten(-1, (self.heads, -1)) for x in qkv.split(sizes, -1))
-        return q, k, v, new
+        if self.conv is None:
+            heads = [
+                head_norm(x.unflatten(-1, (self.heads, -1)), n, eps) for x, n in zip(projected, norms, strict=True)
+            ]
+        elif fused_convolution(self.config, hidden):
+            heads, new["conv"] = self.conv.fused(projected, sizes, norms, eps, past.pop("conv", None), mask, cu_seqlens)
+        else:
+            x, new["conv"] = self.conv(torch.cat(projected, -1), past.pop("conv", None), mask, cu_seqlens)
+            split = x.split([self.heads * size for size in sizes], -1)
+            heads = [head_norm(x.unflatten(-1, (self.heads, -1)), n, eps) for x, n in zip(split, norms, strict=True)]
+        return *heads, new
 
     def merge(self, o: Tensor, hidden: Tensor) -> Tensor:
         """What was read `[B, T, H, V]`, normed, gated and projected: `[B, T, D]`."""

@@ -35,10 +35,12 @@ class FalconMixer(FastWeightMixer):
         """hidden `[B, T, D]`; memory: `LayerMemory` or None; mask bool `[B, T]`; cu_seqlens int64 `[S + 1]`."""
         config = self.config
         past = {} if memory is None else memory.read()
-        q, k, v, new = self.project(hidden, past, mask, cu_seqlens)
+        norm = None if config.qk_norm == "none" else config.qk_norm
+        q, k, v, new = self.project(hidden, past, mask, cu_seqlens, norm=norm, eps=config.norm_eps)
+        feature = FEATURE_MAPS[config.feature_map]
         o, state = falcon(
-            self._feature(q).to(v.dtype),  # autocast computes norms in float32
-            self._feature(k).to(v.dtype),
+            feature(q),
+            feature(k),
             v,
             *self._gates(hidden),
             rule=self.rule,
@@ -57,14 +59,6 @@ class FalconMixer(FastWeightMixer):
         if memory is not None:
             memory.write(**new, **state._asdict())
         return self.merge(o, hidden)
-
-    def _feature(self, x: Tensor) -> Tensor:
-        """Norm and feature map of query or key `[B, T, H, K]`."""
-        if self.config.qk_norm == "rms":
-            x = F.rms_norm(x, (self.key_size,), eps=self.config.norm_eps)
-        elif self.config.qk_norm == "l2":
-            x = F.normalize(x, dim=-1, eps=self.config.norm_eps)
-        return FEATURE_MAPS[self.config.feature_map](x)
 
     def _gates(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Gain (or step) and ridge, in float32 or wider."""

@@ -49,11 +49,11 @@ class GatedDeltaMixer(FastWeightMixer):
     ) -> Tensor:
         """hidden `[B, T, D]`; memory: `LayerMemory` or None; mask bool `[B, T]`; cu_seqlens int64 `[S + 1]`."""
         past = {} if memory is None else memory.read()
-        q, k, v, new = self.project(hidden, past, mask, cu_seqlens)
+        q, k, v, new = self.project(hidden, past, mask, cu_seqlens, norm="l2", eps=1e-6)
         step = F.softplus(at_least_float32(self.a_proj(hidden)) + self.dt_bias)
         o, state = gated_delta(
-            _unit(q),
-            _unit(k),
+            q,
+            k,
             v,
             -at_least_float32(self.log_rate).exp() * step,
             at_least_float32(self.b_proj(hidden)).sigmoid(),
@@ -65,8 +65,3 @@ class GatedDeltaMixer(FastWeightMixer):
         if memory is not None:
             memory.write(**new, **state._asdict())
         return self.merge(o, hidden)
-
-
-def _unit(x: Tensor) -> Tensor:
-    """Rows of length 1, computed in at least float32."""
-    return F.normalize(at_least_float32(x), dim=-1, eps=1e-6).to(x.dtype)

@@ -1,0 +1,244 @@
+"""Causal depthwise convolution, SiLU and the norm of a head in one Triton kernel, on documents with masks.
+
+Axis letters as everywhere, D channels, W taps, F channels a head. Rows are found by rank (see `ranks.py`): masks and packing
+cost no copies. Imported only where the tensors are on a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .gpu import block, custom, of_chunk, on_device, read, row_of, tables
+from .ranks import Ranks
+
+NORMS = {None: 0, "rms": 1, "l2": 2}
+
+
+@triton.jit
+def _taps(
+    x,
+    past,
+    weight,
+    rows,
+    n,
+    start,
+    length,
+    r,
+    column,
+    inside,
+    D,
+    W: tl.constexpr,
+    PAST: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """The convolution at ranks `r` before SiLU, float32 `[C, F]`."""
+    total = tl.zeros([r.shape[0], column.shape[0]], tl.float32)
+    for j in tl.static_range(W):
+        rank = r - (W - 1) + j
+        ok = (rank >= 0) & (r < length)
+        row = row_of(rows, start, rank, ok, MASKED)
+        value = read(x + row[:, None] * D + column[None, :], ok[:, None] & inside[None, :]).to(tl.float32)
+        if PAST:
+            at = past + (n * (W - 1) + rank + (W - 1))[:, None] * D + column[None, :]
+            value += read(at, ((rank < 0) & (r < length))[:, None] & inside[None, :]).to(tl.float32)
+        tap = read(weight + column * W + j, inside).to(tl.float32)
+        total += value * tap[None, :]
+    return total
+
+
+@triton.jit
+def _inverse_norm(y, eps, F: tl.constexpr, NORM: tl.constexpr):
+    """What rows `[C, F]` are multiplied with, `[C, 1]`."""
+    squares = tl.sum(y * y, 1)
+    if NORM == 1:
+        inverse = 1.0 / tl.sqrt(squares / F + eps)
+    else:
+        inverse = 1.0 / tl.maximum(tl.sqrt(squares), eps)
+    return inverse[:, None]
+
+
+@triton.jit(do_not_specialize=["T", "NC"])
+def _forward_kernel(
+    x, weight, past, y, docs, chunk_doc, rows, T, NC, D, eps,
+    F: tl.constexpr, BF: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, PAST: tl.constexpr,
+    PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    c = tl.program_id(0).to(tl.int64)
+    n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
+    r, d = i * C + tl.arange(0, C), tl.arange(0, BF)
+    column, inside = tl.program_id(1) * F + d, d < F
+    pre = _taps(x, past, weight, rows, n, start, length, r, column, inside, D, W, PAST, MASKED)
+    out = pre * tl.sigmoid(pre)
+    if NORM:
+        out = out * _inverse_norm(out, eps, F, NORM)
+    row = row_of(rows, start, r, r < length, MASKED)
+    at = y + row[:, None] * D + column[None, :]
+    tl.store(at, out.to(y.dtype.element_ty), mask=(r < length)[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["T", "NC"])
+def _backward_kernel(
+    d_y, x, weight, past, d_pre, d_weight, docs, chunk_doc, rows, T, NC, D, eps,
+    F: tl.constexpr, BF: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, PAST: tl.constexpr,
+    PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Gradient before SiLU, at every row, and every chunk's part of the weight's gradient `[chunks, W, D]`."""
+    c = tl.program_id(0).to(tl.int64)
+    n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
+    r, d = i * C + tl.arange(0, C), tl.arange(0, BF)
+    column, inside = tl.program_id(1) * F + d, d < F
+    pre = _taps(x, past, weight, rows, n, start, length, r, column, inside, D, W, PAST, MASKED)
+    gate = tl.sigmoid(pre)
+    row = row_of(rows, start, r, r < length, MASKED)
+    at, ok = row[:, None] * D + column[None, :], (r < length)[:, None] & inside[None, :]
+    grad = read(d_y + at, ok).to(tl.float32)
+    if NORM:
+        out = pre * gate
+        inverse = _inverse_norm(out, eps, F, NORM)
+        along = tl.sum(grad * out, 1)[:, None]
+        if NORM == 1:
+            grad = inverse * grad - (inverse * inverse * inverse / F) * along * out
+        else:  # where eps is larger than the norm, the norm has no gradient
+            grad = inverse * grad - tl.where(inverse < 1.0 / eps, inverse * inverse * inverse, 0.0) * along * out
+    grad = tl.where(ok, grad * gate * (1.0 + pre * (1.0 - gate)), 0.0)
+    tl.store(d_pre + at, grad.to(d_pre.dtype.element_ty), mask=ok)
+    for j in tl.static_range(W):
+        rank = r - (W - 1) + j
+        there = (rank >= 0) & (r < length)
+        source = row_of(rows, start, rank, there, MASKED)
+        value = read(x + source[:, None] * D + column[None, :], there[:, None] & inside[None, :]).to(tl.float32)
+        if PAST:
+            old = past + (n * (W - 1) + rank + (W - 1))[:, None] * D + column[None, :]
+            value += read(old, ((rank < 0) & (r < length))[:, None] & inside[None, :]).to(tl.float32)
+        tl.store(d_weight + (c * W + j) * D + column, tl.sum(grad * value, 0), mask=inside)
+
+
+@triton.jit
+def _against(
+    d_pre, weight, rows, start, length, rank, wanted, column, inside, D, W: tl.constexpr, MASKED: tl.constexpr
+):
+    """Gradient of the input at ranks `rank`, `[C, F]`."""
+    total = tl.zeros([rank.shape[0], column.shape[0]], tl.float32)
+    for j in tl.static_range(W):
+        r = rank + (W - 1) - j
+        ok = wanted & (r >= 0) & (r < length)
+        row = row_of(rows, start, r, ok, MASKED)
+        grad = read(d_pre + row[:, None] * D + column[None, :], ok[:, None] & inside[None, :]).to(tl.float32)
+        total += grad * read(weight + column * W + j, inside).to(tl.float32)[None, :]
+    return total
+
+
+@triton.jit(do_not_specialize=["T", "NC"])
+def _input_kernel(
+    d_pre, weight, d_x, d_past, docs, chunk_doc, rows, T, NC, D,
+    F: tl.constexpr, BF: tl.constexpr, W: tl.constexpr, PAST: tl.constexpr,
+    PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    c = tl.program_id(0).to(tl.int64)
+    n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
+    r, d = i * C + tl.arange(0, C), tl.arange(0, BF)
+    column, inside = tl.program_id(1) * F + d, d < F
+    grad = _against(d_pre, weight, rows, start, length, r, r < length, column, inside, D, W, MASKED)
+    row = row_of(rows, start, r, r < length, MASKED)
+    at = d_x + row[:, None] * D + column[None, :]
+    tl.store(at, grad.to(d_x.dtype.element_ty), mask=(r < length)[:, None] & inside[None, :])
+    if PAST and i == 0:
+        e = tl.arange(0, 16)
+        grad = _against(d_pre, weight, rows, start, length, e - (W - 1), e < W - 1, column, inside, D, W, MASKED)
+        at = d_past + (n * (W - 1) + e)[:, None] * D + column[None, :]
+        tl.store(at, grad.to(d_past.dtype.element_ty), mask=(e < W - 1)[:, None] & inside[None, :])
+
+
+def _forward(
+    x: Tensor, weight: Tensor, past: Tensor | None, docs: Tensor | None, chunk_doc: Tensor | None, rows: Tensor | None,
+    sizes: list[int], norm: int, head: int, eps: float,
+) -> tuple[Tensor]:  # fmt: skip
+    ranks = Ranks(*sizes, docs, chunk_doc, None, rows)
+    y = torch.empty_like(x) if rows is None else torch.zeros_like(x)
+    with on_device(x):
+        _forward_kernel[(ranks.chunks, x.shape[2] // head)](
+            x, weight, past, y, **tables(ranks), D=x.shape[2], eps=eps, F=head, BF=block(head), W=weight.shape[1],
+            NORM=norm, PAST=past is not None, num_warps=4,
+        )  # fmt: skip
+    return (y,)
+
+
+def _backward(
+    d_y: Tensor, x: Tensor, weight: Tensor, past: Tensor | None, docs: Tensor | None, chunk_doc: Tensor | None,
+    rows: Tensor | None, sizes: list[int], norm: int, head: int, eps: float, y: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ranks, d_y = Ranks(*sizes, docs, chunk_doc, None, rows), d_y.contiguous()
+    channels, taps = weight.shape
+    d_pre = torch.empty_like(x)
+    d_x = torch.empty_like(x) if rows is None else torch.zeros_like(x)
+    d_past = x.new_empty(0) if past is None else torch.zeros_like(past)
+    parts = x.new_empty(ranks.chunks, taps, channels, dtype=torch.float32)
+    common = {**tables(ranks), "D": channels, "F": head, "BF": block(head), "W": taps, "PAST": past is not None}
+    grid = (ranks.chunks, channels // head)
+    with on_device(x):
+        _backward_kernel[grid](d_y, x, weight, past, d_pre, parts, **common, eps=eps, NORM=norm, num_warps=4)
+        _input_kernel[grid](d_pre, weight, d_x, d_past, **common, num_warps=4)
+    return d_x, parts.sum(0).T.to(weight.dtype).contiguous(), d_past
+
+
+_convolution = custom(
+    "convolution",
+    _forward,
+    _backward,
+    lambda x, *_: (torch.empty_like(x),),
+    lambda d_y, x, weight, past, *_: (
+        torch.empty_like(x), torch.empty_like(weight), x.new_empty(0) if past is None else torch.empty_like(past)
+    ),
+    outputs=1,
+    inputs=range(3),
+    module=__name__,
+)  # fmt: skip
+
+
+def convolution(
+    x: Tensor,
+    weight: Tensor,
+    past: Tensor | None,
+    ranks: Ranks,
+    *,
+    head: int,
+    norm: str | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """SiLU of the causal depthwise convolution of every document's real tokens, each head then normed.
+
+    Args:
+        x: `[B, T, D]`. weight: `[D, W]`, newest tap last. past: the last W - 1 real inputs `[N, W - 1, D]`, or None.
+        ranks: with overlap 0. head: F, divides D. norm: "rms" or "l2" over F channels, or None. eps: of the norm.
+
+    Returns: `[B, T, D]` in the dtype of x; rows of masked tokens are 0.
+    """
+    sizes = [ranks.batch, ranks.tokens, ranks.documents, ranks.overlap, ranks.segment, ranks.chunks, ranks.segments]
+    past = None if past is None else past.contiguous()
+    (y,) = _convolution(
+        x.contiguous(),
+        weight.contiguous(),
+        past,
+        ranks.docs,
+        ranks.chunk_doc,
+        ranks.rows,
+        sizes,
+        NORMS[norm],
+        head,
+        eps,
+    )
+    return y
+
+
+def last_inputs(x: Tensor, past: Tensor, ranks: Ranks) -> Tensor:
+    """The last W - 1 real inputs of every document after `x` `[B, T, D]`, given those before it: `[N, W - 1, D]`."""
+    size, kept = past.shape[1], []
+    for back in range(size, 0, -1):
+        row, there = ranks.last(x, back)
+        earlier = (size - back + ranks.lengths(x.device)).clamp(max=size - 1)
+        old = past.gather(1, earlier[:, None, None].expand(-1, 1, past.shape[2]))[:, 0]
+        kept.append(torch.where(there[:, None], row, old))
+    return torch.stack(kept, 1)
