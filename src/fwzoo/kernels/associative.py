@@ -534,33 +534,18 @@ def _add_overlap(
     tl.store(p, read(p, ok).to(tl.float32) + added, mask=ok)
 
 
-@dataclass(frozen=True)
-class Shape:
-    """How the kernels are cut for a call, by sizes and dtype alone.
-
-    Attributes:
-        columns_k, columns_v: columns of keys and of values that a program holds.
-    """
-
-    k: int
-    v: int
-    wide: bool
-    columns_k: int
-    columns_v: int
-
-    def launch(self) -> dict[str, int]:
-        """Warps and pipeline stages."""
-        return {"num_warps": 4, "num_stages": 1 if self.wide else 2}
+# elements of the state that a program holds, warps, pipeline stages: for 16-bit inputs, and for float32
+CUTS = {
+    "states": ((8192, 4, 2), (4096, 4, 1)),
+    "values": ((8192, 4, 2), (4096, 4, 1)),
+    "keys": ((8192, 4, 2), (4096, 4, 1)),
+}
 
 
-def shape_of(k: Tensor, v: Tensor) -> Shape:
-    """The cut for keys `[B, T, H, K]` and values `[B, T, H, V]`."""
-    wide, k_size, v_size = k.dtype == torch.float32, k.shape[-1], v.shape[-1]
-
-    def columns(inner: int, outer: int) -> int:
-        return min(block(outer), max(16, (4096 if wide else 8192) // block(inner)))
-
-    return Shape(k_size, v_size, wide, columns(v_size, k_size), columns(k_size, v_size))
+def cut(kind: str, rows: int, columns: int, like: Tensor) -> tuple[int, dict[str, int]]:
+    """Columns of a state `[rows, columns]` that one program holds, and its launch options; by sizes and dtype alone."""
+    room, warps, stages = CUTS[kind][like.dtype == torch.float32]
+    return min(block(columns), max(16, room // block(rows))), {"num_warps": warps, "num_stages": stages}
 
 
 def segment_length(chunks: int, heads: int, like: Tensor) -> int:
@@ -666,14 +651,14 @@ class Associative:
         self, left: Tensor, right: Tensor, total: Tensor, weight: Tensor | None, back: bool
     ) -> tuple[Tensor, Tensor]:
         """What every segment adds to the state, `[Q, H, K, V]`, and to z."""
-        shape = shape_of(self.k, self.v)
-        k_size, v_size, segments = shape.k, shape.v, self.ranks.segments
+        k_size, v_size, segments = self.k.shape[3], self.v.shape[3], self.ranks.segments
+        columns, launch = cut("states", k_size, v_size, self.k)
         state = self.q.new_empty(segments, self.heads, k_size, v_size, dtype=torch.float32)
         z = self.q.new_empty(segments, self.heads, k_size if self.ones else 0, dtype=torch.float32)
-        _segment_states[(segments * self.heads, triton.cdiv(v_size, shape.columns_v))](
+        _segment_states[(segments * self.heads, triton.cdiv(v_size, columns))](
             left, self.head_x, right, self.head_v, self.first, self.strength, self.upto, self.upto_low, weight,
-            state, z, total, **self._common(), K=k_size, V=v_size, BK=block(k_size), BV=shape.columns_v,
-            BACK=back, ONES=self.ones and (weight is not None or not back), **shape.launch(),
+            state, z, total, **self._common(), K=k_size, V=v_size, BK=block(k_size), BV=columns,
+            BACK=back, ONES=self.ones and (weight is not None or not back), **launch,
         )  # fmt: skip
         if self.ones and back and weight is None:
             z.zero_()
@@ -708,20 +693,22 @@ class Associative:
         seen: Tensor | None,
         swap: bool,
     ) -> None:
-        shape = shape_of(self.k, self.v)
-        size, columns = (shape.k, shape.columns_k) if swap else (shape.v, shape.columns_v)
+        k_size, v_size = self.k.shape[3], self.v.shape[3]
+        inner_size, size = (v_size, k_size) if swap else (k_size, v_size)
+        columns, launch = cut("keys" if swap else "values", inner_size, size, self.k)
         _walk[(self.ranks.segments * self.heads, triton.cdiv(size, columns))](
             query, self.k, self.head_x, self.v, self.head_v, self.first, self.strength, self.upto, self.upto_low,
             states, z, weight, out, against, inner, seen, **self._common(), eps=self.eps, M=self.ranks.chunks,
-            K=shape.k, V=shape.v, BA=block(shape.v if swap else shape.k), BB=columns, SWAP=swap,
-            ONES=weight is not None, NORMALIZE=self.normalize and not swap, INNER=inner is not None, **shape.launch(),
+            K=k_size, V=v_size, BA=block(inner_size), BB=columns, SWAP=swap,
+            ONES=weight is not None, NORMALIZE=self.normalize and not swap, INNER=inner is not None, **launch,
         )  # fmt: skip
 
     def backward(
         self, d_o: Tensor, o: Tensor, d_S: Tensor, d_z: Tensor, S_end: Tensor, z_end: Tensor, kept: Kept, gates: bool
     ) -> tuple[Tensor, ...]:
         """Gradients of q, k, v, head_x, head_v, S, z, and (with `gates`) of strength and log-decay, `[M, H, C]`."""
-        ranks, shape, heads = self.ranks, shape_of(self.k, self.v), self.heads
+        ranks, heads, k_size = self.ranks, self.heads, self.k.shape[3]
+        columns, _ = cut("keys", self.v.shape[3], k_size, self.k)
         d_o = d_o.contiguous()
         weight = None
         if self.normalize:
@@ -734,7 +721,7 @@ class Associative:
         if self.shift and ranks.docs is None:  # the last key and the first value may belong to no pair
             d_k[:, -1], d_v[:, 0] = 0, 0
         d_head_x, d_head_v = torch.zeros_like(self.head_x), torch.zeros_like(self.head_v)
-        parts = triton.cdiv(shape.k, shape.columns_k)
+        parts = triton.cdiv(k_size, columns)
         in_chunks = (parts, ranks.chunks, heads, CHUNK)
         inner, d_strength, d_log_decay = (
             self.q.new_zeros(in_chunks if gates else (0,), dtype=torch.float32) for _ in range(3)
@@ -746,7 +733,7 @@ class Associative:
                 d_z, more = scan(d_z_states, kept.total, d_z, self.ranks, kept.z, z_end, wide)
                 product = product + more
             if gates:  # [Q, H, K / 16] to blocks of columns
-                tiles = shape.columns_k // 16
+                tiles = columns // 16
                 product = torch.nn.functional.pad(product, (0, parts * tiles - product.shape[2]))
                 product = product.view(*product.shape[:2], parts, tiles).sum(-1)
             self._walk(
@@ -773,16 +760,17 @@ class Associative:
         gates: bool,
         swap: bool,
     ) -> None:
-        shape, ranks = shape_of(self.k, self.v), self.ranks
-        size, columns = (shape.k, shape.columns_k) if swap else (shape.v, shape.columns_v)
+        ranks, k_size, v_size = self.ranks, self.k.shape[3], self.v.shape[3]
+        inner_size, size = (v_size, k_size) if swap else (k_size, v_size)
+        columns, launch = cut("keys" if swap else "values", inner_size, size, self.k)
         overlap = self.q.new_empty(ranks.chunks, self.heads, self.window - 1, size, dtype=torch.float32)
         if d_z is not None and weight is None:
             weight = self.q.new_zeros(ranks.chunks, self.heads, CHUNK, dtype=torch.float32)
         _walk_back[(ranks.segments * self.heads, triton.cdiv(size, columns))](
             self.q, self.k, self.head_x, self.v, self.head_v, d_o, self.first, self.strength, self.upto, self.upto_low,
             d_states, d_z, weight, inner, product, *outs, overlap, d_strength, d_log_decay, **self._common(),
-            M=ranks.chunks, K=shape.k, V=shape.v, BA=block(shape.v if swap else shape.k), BB=columns, SWAP=swap,
-            ONES=d_z is not None, GATES=gates, **shape.launch(),
+            M=ranks.chunks, K=k_size, V=v_size, BA=block(inner_size), BB=columns, SWAP=swap,
+            ONES=d_z is not None, GATES=gates, **launch,
         )  # fmt: skip
         if self.window > 1:
             _add_overlap[(ranks.chunks * self.heads,)](

@@ -19,10 +19,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..associative import FIXED, _segment, scan
+from ..associative import CUTS, FIXED, _segment, cut, scan
 from ..gpu import block, dot, key_pointers, on_device, read, row_of, value_pointers
 from ..ranks import CHUNK, Ranks
 from .rules import Options
+
+
+CUTS.update(
+    {
+        "column states": ((8192, 4, 2), (4096, 4, 1)),
+        "column values": ((8192, 8, 2), (4096, 4, 1)),
+        "column keys": ((8192, 8, 1), (4096, 4, 1)),
+    }
+)
 
 
 @triton.jit
@@ -270,20 +279,19 @@ def _column_values(
             d_log_decay += (tl.sum(S_before * S, 0) * tl.exp(u_end.to(tl.float32)))[None, :]
             forward_scores = dot(a, tl.trans(x))
         for level in tl.static_range(LEVELS):
-            HALF: tl.constexpr = 1 << level
-            F = _to_border(u, read_u, HALF, C, BV)
+            F = _to_border(u, read_u, 1 << level, C, BV)
             if BACK:
-                crossed = tl.where(_crosses(e[None, :], e[:, None], HALF), scores, 0.0)
+                crossed = tl.where(_crosses(e[None, :], e[:, None], 1 << level), scores, 0.0)
             else:
-                crossed = tl.where(_crosses(e[:, None], e[None, :], HALF), scores, 0.0)
+                crossed = tl.where(_crosses(e[:, None], e[None, :], 1 << level), scores, 0.0)
             more = F * dot(crossed.to(a.dtype), F * given)
             found += more
             if BACK and LOW:
-                crossed = tl.where(_crosses(e[:, None], e[None, :], HALF), forward_scores, 0.0)
+                crossed = tl.where(_crosses(e[:, None], e[None, :], 1 << level), forward_scores, 0.0)
                 pairs = more * b + F * dot(crossed, F * b) * g
                 # a right row decays after the border up to itself (or the row before), a left row after itself up to the border
                 s, t = e[:, None], e[None, :]
-                same, right = s // HALF == t // HALF, (t // HALF) % 2 == 1
+                same, right = s // (1 << level) == t // (1 << level), (t // (1 << level)) % 2 == 1
                 between = same & tl.where(right, t - s >= 1 - AFTER, s > t)
                 # the border row itself belongs to the left half, and is decayed for every row left of it
                 d_log_decay += dot(tl.where(between, 1.0, 0.0), pairs)
@@ -392,13 +400,12 @@ def _column_keys(
         b_end = (b * tl.exp(tl.minimum((u_end[None, :] - u).to(tl.float32), 0.0))).to(dtype)
         scores = tl.zeros([C, C], tl.float32)
         for level in tl.static_range(LEVELS):
-            HALF: tl.constexpr = 1 << level
-            F = _to_border(u, read_u, HALF, C, BV)
+            F = _to_border(u, read_u, 1 << level, C, BV)
             left, right = (F * g).to(dtype), (F * b).to(dtype)
             if BACK:
-                scores += tl.where(_crosses(e[None, :], e[:, None], HALF), dot(right, tl.trans(left)), 0.0)
+                scores += tl.where(_crosses(e[None, :], e[:, None], 1 << level), dot(right, tl.trans(left)), 0.0)
             else:
-                scores += tl.where(_crosses(e[:, None], e[None, :], HALF), dot(left, tl.trans(right)), 0.0)
+                scores += tl.where(_crosses(e[:, None], e[None, :], 1 << level), dot(left, tl.trans(right)), 0.0)
         if AFTER:
             scores += tl.where(e[:, None] == e[None, :], tl.sum(g * b, 1)[:, None], 0.0)
         kept = tl.exp(u_end.to(tl.float32))[:, None]
@@ -465,17 +472,17 @@ class Columns:
             "C": CHUNK,
         }
 
-    def _cut(self, room: int, **launch: int) -> tuple[tuple[int, int], dict[str, int]]:
-        """Grid and launch options when a program holds `room` elements of the state."""
-        columns = min(block(self.v.shape[3]), max(16, room // block(self.k.shape[3])))
+    def _cut(self, kind: str) -> tuple[tuple[int, int], dict[str, int]]:
+        """Grid and launch options."""
+        columns, launch = cut(kind, self.k.shape[3], self.v.shape[3], self.k)
         grid = (self.ranks.segments * self.q.shape[2], triton.cdiv(self.v.shape[3], columns))
-        return grid, {"BV": columns, "num_stages": 1 if self._wide else 2, **launch}
+        return grid, {"BV": columns, **launch}
 
     def _states(self, left: Tensor, right: Tensor, back: bool) -> tuple[Tensor, Tensor]:
         segments, heads = self.ranks.segments, self.q.shape[2]
         state = self.q.new_empty(segments, heads, self.k.shape[3], self.v.shape[3], dtype=torch.float32)
         total = self.q.new_empty(segments, heads, self.v.shape[3], dtype=torch.float32)
-        grid, launch = self._cut(4096 if self._wide else 8192, num_warps=4)
+        grid, launch = self._cut("column states")
         _column_states[grid](
             left=left, head_x=self.head_x, right=right, head_v=self.head_v, state=state, total=total, BACK=back,
             **self._common(), **launch,
@@ -484,7 +491,7 @@ class Columns:
 
     def _values(self, state: Tensor, back: bool, **tensors: Tensor | None) -> None:
         names = ("d_o", "o", "before", "product", "out", "head_out", "d_beta", "d_strength", "d_decay")
-        grid, launch = self._cut(4096 if self._wide else 8192, num_warps=4)
+        grid, launch = self._cut("column values")
         _column_values[grid](
             query=self.q, k=self.k, head_x=self.head_x, v=self.v, head_v=self.head_v, state=state, BACK=back,
             M=self.ranks.chunks, LEVELS=(CHUNK - 1).bit_length(), **{name: tensors.get(name) for name in names},
@@ -493,7 +500,7 @@ class Columns:
 
     def _keys(self, d_o: Tensor, state: Tensor, out: Tensor, head_out: Tensor, back: bool) -> tuple[Tensor, Tensor]:
         """Into `out` and `head_out`, or the sum over blocks of columns in their place."""
-        grid, launch = self._cut(4096 if self._wide else 16384, num_warps=4 if self._wide else 8)
+        grid, launch = self._cut("column keys")
         parts, outs = grid[1], (out, head_out)
         if parts > 1:
             outs = tuple(x.new_zeros(parts, *x.shape, dtype=torch.float32) for x in outs)
@@ -524,7 +531,7 @@ class Columns:
         if self.options.shifted and ranks.docs is None:  # the last key and the first value may belong to no pair
             d_k[:, -1], d_v[:, 0] = 0, 0
         d_head_x, d_head_v = torch.zeros_like(self.head_x), torch.zeros_like(self.head_v)
-        parts = self._cut(4096 if self._wide else 8192)[0][1]
+        parts = self._cut("column values")[0][1]
         sums = self.q.new_empty(2, parts, ranks.chunks, self.q.shape[2], CHUNK, dtype=torch.float32)
         with on_device(self.q):
             d_states, _ = self._states(self.q, d_o, True)
