@@ -146,10 +146,9 @@ def _segment_states(
         sum_u += u_end + low_end
     at = (q * H + h) * K
     tl.store(state + (at + dk)[:, None] * V + dv[None, :], S, mask=(dk < K)[:, None] & (dv < V)[None, :])
-    if ONES:
-        if tl.program_id(1) == 0:
-            tl.store(z + at + dk, own_z, mask=dk < K)
     if tl.program_id(1) == 0:
+        if ONES:
+            tl.store(z + at + dk, own_z, mask=dk < K)
         tl.store(total + q * H + h + tl.arange(0, 1), sum_u)
 
 
@@ -172,12 +171,14 @@ def _scan(
     BACK: tl.constexpr,
     PRODUCT: tl.constexpr,
     SINGLE: tl.constexpr,
+    COLUMNS: tl.constexpr,
     PLAIN: tl.constexpr,
 ):
     """Turn what segments add into the states before them (BACK: the gradients of the states after them), in place.
 
     With PRODUCT, also sums of products with `other`, the states before the segments: SINGLE, of exp(total) times the state
-    before with the gradient after; else of the state after with the gradient after.
+    before with the gradient after; else of the state after with the gradient after. With COLUMNS, `total` is `[Q, H, V]`
+    and so are the products (of every block of rows).
     """
     n, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -199,15 +200,22 @@ def _scan(
         p = state + (q * H + h) * K * V + d
         added = tl.load(p, mask=inside, other=0.0)
         tl.store(p, S, mask=inside)
-        kept = tl.exp(tl.load(total + q * H + h))
+        if COLUMNS:
+            kept = tl.exp(tl.load(total + (q * H + h) * V + column, mask=column < V, other=0.0))[None, :]
+        else:
+            kept = tl.exp(tl.load(total + q * H + h))
         if PRODUCT:
             before = tl.load(other + (q * H + h) * K * V + d, mask=inside, other=0.0)
             if SINGLE:
-                found = tl.sum(tl.sum(before * kept * S, 1), 0)
+                pair = before * kept * S
             else:
-                found = tl.sum(tl.sum(after * S, 1), 0)
+                pair = after * S
                 after = before
-            tl.store(product + (q * H + h) * tl.num_programs(1) + tl.program_id(1), found)
+            tile = (q * H + h) * tl.num_programs(1) + tl.program_id(1)
+            if COLUMNS:
+                tl.store(product + tile * V + column, tl.sum(pair, 0), mask=column < V)
+            else:
+                tl.store(product + tile, tl.sum(tl.sum(pair, 1), 0))
         S = S * kept + added
     tl.store(final + (n * H + h) * K * V + d, S, mask=inside)
 
@@ -276,11 +284,11 @@ def _walk(
     e, da = tl.arange(0, C), tl.arange(0, BA)
     db = tl.program_id(1) * BB + tl.arange(0, BB)
     in_a, in_b = (da < A)[None, :], (db < B)[None, :]
-    at = state + (q * H + h) * K * V
+    own = state + (q * H + h) * K * V
     if SWAP:
-        S = tl.load(at + da[:, None] + db[None, :] * V, mask=(da < A)[:, None] & in_b, other=0.0)
+        S = tl.load(own + da[:, None] + db[None, :] * V, mask=(da < A)[:, None] & in_b, other=0.0)
     else:
-        S = tl.load(at + da[:, None] * V + db[None, :], mask=(da < A)[:, None] & in_b, other=0.0)
+        S = tl.load(own + da[:, None] * V + db[None, :], mask=(da < A)[:, None] & in_b, other=0.0)
     if NORMALIZE:
         sum_x = tl.load(z + (q * H + h) * K + da, mask=da < A, other=0.0)
     if ONES:
@@ -398,11 +406,11 @@ def _walk_back(
     e, da = tl.arange(0, C), tl.arange(0, BA)
     db = tl.program_id(1) * BB + tl.arange(0, BB)
     in_a, in_b = (da < A)[None, :], (db < B)[None, :]
-    at = d_state + (q * H + h) * K * V
+    own = d_state + (q * H + h) * K * V
     if SWAP:
-        dS = tl.load(at + da[:, None] + db[None, :] * V, mask=(da < A)[:, None] & in_b, other=0.0)
+        dS = tl.load(own + da[:, None] + db[None, :] * V, mask=(da < A)[:, None] & in_b, other=0.0)
     else:
-        dS = tl.load(at + da[:, None] * V + db[None, :], mask=(da < A)[:, None] & in_b, other=0.0)
+        dS = tl.load(own + da[:, None] * V + db[None, :], mask=(da < A)[:, None] & in_b, other=0.0)
     if ONES:
         dz = tl.load(d_z + (q * H + h) * K + db, mask=db < B, other=0.0)
     if GATES:
@@ -447,12 +455,12 @@ def _walk_back(
             carried += dz[None, :]
         w = _to_end(strength, upto, upto_low, at, e, u_end, low_end, W, LOW, C)
         found = w[:, None] * carried + dot((scores * mix).to(pair.dtype), value)
-        own = (e >= W - 1) | (i == 0)
+        ours = (e >= W - 1) | (i == 0)
         if SWAP:
             op, ok = key_pointers(out, head_out, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
         else:
             op, ok = value_pointers(out, head_out, rows, n, start, length, missing, h, r, H, V, W, SHIFT, MASKED)
-        tl.store(op[:, None] + db[None, :], found, mask=(ok & own)[:, None] & in_b)
+        tl.store(op[:, None] + db[None, :], found, mask=(ok & ours)[:, None] & in_b)
         if W > 1:
             shared = overlap + (((chunk + i) * H + h) * (W - 1) + e) * B
             tl.store(shared[:, None] + db[None, :], found, mask=(ok & (e < W - 1) & (i > 0))[:, None] & in_b)
@@ -526,33 +534,18 @@ def _add_overlap(
     tl.store(p, read(p, ok).to(tl.float32) + added, mask=ok)
 
 
-@dataclass(frozen=True)
-class Shape:
-    """How the kernels are cut for a call, by sizes and dtype alone.
-
-    Attributes:
-        columns_k, columns_v: columns of keys and of values that a program holds.
-    """
-
-    k: int
-    v: int
-    wide: bool
-    columns_k: int
-    columns_v: int
-
-    def launch(self) -> dict[str, int]:
-        """Warps and pipeline stages."""
-        return {"num_warps": 4, "num_stages": 1 if self.wide else 2}
+# elements of the state that a program holds, warps, pipeline stages: for 16-bit inputs, and for float32
+CUTS = {
+    "states": ((8192, 4, 2), (4096, 4, 1)),
+    "values": ((8192, 4, 2), (4096, 4, 1)),
+    "keys": ((8192, 4, 2), (4096, 4, 1)),
+}
 
 
-def shape_of(k: Tensor, v: Tensor) -> Shape:
-    """The cut for keys `[B, T, H, K]` and values `[B, T, H, V]`."""
-    wide, k_size, v_size = k.dtype == torch.float32, k.shape[-1], v.shape[-1]
-
-    def columns(inner: int, outer: int) -> int:
-        return min(block(outer), max(16, (4096 if wide else 8192) // block(inner)))
-
-    return Shape(k_size, v_size, wide, columns(v_size, k_size), columns(k_size, v_size))
+def cut(kind: str, rows: int, columns: int, like: Tensor) -> tuple[int, dict[str, int]]:
+    """Columns of a state `[rows, columns]` that one program holds, and its launch options; by sizes and dtype alone."""
+    room, warps, stages = CUTS[kind][like.dtype == torch.float32]
+    return min(block(columns), max(16, room // block(rows))), {"num_warps": warps, "num_stages": stages}
 
 
 def segment_length(chunks: int, heads: int, like: Tensor) -> int:
@@ -563,6 +556,34 @@ def segment_length(chunks: int, heads: int, like: Tensor) -> int:
     while length < 16 and chunks * heads >= 1024 * length:
         length *= 2
     return length
+
+
+def scan(
+    state: Tensor,
+    total: Tensor,
+    initial: Tensor,
+    ranks: Ranks,
+    other: Tensor | None = None,
+    other_final: Tensor | None = None,
+    single: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """States before (with `other`, the states: gradients after) all segments in place; the one at the end; and products.
+
+    Args:
+        state: `[Q, H, K, V]`, or `[Q, H, K]`. total: log-decay of every segment, `[Q, H]`, or `[Q, H, V]` for every column.
+        initial: `[N, H, K, V]`. other_final: state after the last token.
+    Returns: final state, and products by blocks of 16 rows `[Q, H, K / 16]` or `[Q, H, K / 16, V]`, see `_scan`.
+    """
+    segments, heads, k_size = state.shape[:3]
+    v_size, columns, back = state.shape[3] if state.ndim == 4 else 1, total.ndim == 3, other is not None
+    final, tiles = torch.empty_like(initial, dtype=torch.float32), triton.cdiv(k_size, 16)
+    product = state.new_empty((segments, heads, tiles, *([v_size] if columns else [])) if back else (0,))
+    _scan[(ranks.documents * heads, tiles)](
+        state, total, initial.contiguous(), final, other, other_final, product, ranks.docs,
+        NS=segments // ranks.documents, H=heads, K=k_size, V=v_size, ROWS=16, BV=block(v_size), BACK=back,
+        PRODUCT=back, SINGLE=single, COLUMNS=columns, PLAIN=ranks.docs is None,
+    )  # fmt: skip
+    return final, product
 
 
 class Kept(NamedTuple):
@@ -630,47 +651,31 @@ class Associative:
         self, left: Tensor, right: Tensor, total: Tensor, weight: Tensor | None, back: bool
     ) -> tuple[Tensor, Tensor]:
         """What every segment adds to the state, `[Q, H, K, V]`, and to z."""
-        shape = shape_of(self.k, self.v)
-        k_size, v_size, segments = shape.k, shape.v, self.ranks.segments
+        k_size, v_size, segments = self.k.shape[3], self.v.shape[3], self.ranks.segments
+        columns, launch = cut("states", k_size, v_size, self.k)
         state = self.q.new_empty(segments, self.heads, k_size, v_size, dtype=torch.float32)
         z = self.q.new_empty(segments, self.heads, k_size if self.ones else 0, dtype=torch.float32)
-        _segment_states[(segments * self.heads, triton.cdiv(v_size, shape.columns_v))](
+        _segment_states[(segments * self.heads, triton.cdiv(v_size, columns))](
             left, self.head_x, right, self.head_v, self.first, self.strength, self.upto, self.upto_low, weight,
-            state, z, total, **self._common(), K=k_size, V=v_size, BK=block(k_size), BV=shape.columns_v,
-            BACK=back, ONES=self.ones and (weight is not None or not back), **shape.launch(),
+            state, z, total, **self._common(), K=k_size, V=v_size, BK=block(k_size), BV=columns,
+            BACK=back, ONES=self.ones and (weight is not None or not back), **launch,
         )  # fmt: skip
         if self.ones and back and weight is None:
             z.zero_()
         return state, z
 
-    def _scan(
-        self, state: Tensor, total: Tensor, initial: Tensor, other: Tensor | None, other_final: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """States before (with `other`: gradients after) all segments in place; the one at the end, and the products."""
-        segments, heads, k_size = state.shape[:3]
-        v_size = state.shape[3] if state.ndim == 4 else 1
-        final, tiles = torch.empty_like(initial, dtype=torch.float32), triton.cdiv(k_size, 16)
-        back = other is not None
-        product = state.new_empty(segments, heads, tiles) if back else None
-        _scan[(self.ranks.documents * heads, tiles)](
-            state, total, initial.contiguous(), final, other, other_final, product, self.ranks.docs,
-            NS=segments // self.ranks.documents, H=heads, K=k_size, V=v_size, ROWS=16, BV=block(v_size), BACK=back,
-            PRODUCT=back, SINGLE=self.q.dtype == torch.float32, PLAIN=self.ranks.docs is None,
-        )  # fmt: skip
-        return final, product
-
     def forward(self, S: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Kept]:
         """Output `[B, T, H, V]`, state and z after the last token, and what backward needs."""
-        ranks, shape = self.ranks, shape_of(self.k, self.v)
+        ranks = self.ranks
         plain = torch.empty_like if ranks.rows is None else torch.zeros_like
         o = plain(self.v)
         seen = self.q.new_ones(self.q.shape[:3] if self.normalize else (0,), dtype=torch.float32)
         total = self.q.new_empty(ranks.segments, self.heads, dtype=torch.float32)
         with on_device(self.q):
             states, z_states = self._states(self.k, self.v, total, None, False)
-            S, _ = self._scan(states, total, S, None, None)
+            S, _ = scan(states, total, S, self.ranks)
             if self.ones:
-                z, _ = self._scan(z_states, total, z, None, None)
+                z, _ = scan(z_states, total, z, self.ranks)
             else:
                 z = z.clone()
             self._walk(self.q, states, z_states, None, o, None, None, seen, swap=False)
@@ -688,46 +693,47 @@ class Associative:
         seen: Tensor | None,
         swap: bool,
     ) -> None:
-        shape = shape_of(self.k, self.v)
-        size, columns = (shape.k, shape.columns_k) if swap else (shape.v, shape.columns_v)
+        k_size, v_size = self.k.shape[3], self.v.shape[3]
+        inner_size, size = (v_size, k_size) if swap else (k_size, v_size)
+        columns, launch = cut("keys" if swap else "values", inner_size, size, self.k)
         _walk[(self.ranks.segments * self.heads, triton.cdiv(size, columns))](
             query, self.k, self.head_x, self.v, self.head_v, self.first, self.strength, self.upto, self.upto_low,
             states, z, weight, out, against, inner, seen, **self._common(), eps=self.eps, M=self.ranks.chunks,
-            K=shape.k, V=shape.v, BA=block(shape.v if swap else shape.k), BB=columns, SWAP=swap,
-            ONES=weight is not None, NORMALIZE=self.normalize and not swap, INNER=inner is not None, **shape.launch(),
+            K=k_size, V=v_size, BA=block(inner_size), BB=columns, SWAP=swap,
+            ONES=weight is not None, NORMALIZE=self.normalize and not swap, INNER=inner is not None, **launch,
         )  # fmt: skip
 
     def backward(
         self, d_o: Tensor, o: Tensor, d_S: Tensor, d_z: Tensor, S_end: Tensor, z_end: Tensor, kept: Kept, gates: bool
     ) -> tuple[Tensor, ...]:
         """Gradients of q, k, v, head_x, head_v, S, z, and (with `gates`) of strength and log-decay, `[M, H, C]`."""
-        ranks, shape, heads = self.ranks, shape_of(self.k, self.v), self.heads
+        ranks, heads, k_size = self.ranks, self.heads, self.k.shape[3]
+        columns, _ = cut("keys", self.v.shape[3], k_size, self.k)
         d_o = d_o.contiguous()
         weight = None
         if self.normalize:
-            wide = d_o.float()
-            weight = into_chunks(-(wide * o.float()).sum(-1) / kept.seen, ranks)
-            d_o = (wide / kept.seen[..., None]).to(d_o.dtype)
-        total = torch.empty_like(kept.total)
+            weight = into_chunks(-(d_o.float() * o.float()).sum(-1) / kept.seen, ranks)
+            d_o = (d_o.float() / kept.seen[..., None]).to(d_o.dtype)
+        wide, total = self.q.dtype == torch.float32, torch.empty_like(kept.total)
         make = torch.empty_like if ranks.rows is None else torch.zeros_like
         d_q = make(self.q)
         d_k, d_v = (make(x) if ranks.docs is None else torch.zeros_like(x) for x in (self.k, self.v))
         if self.shift and ranks.docs is None:  # the last key and the first value may belong to no pair
             d_k[:, -1], d_v[:, 0] = 0, 0
         d_head_x, d_head_v = torch.zeros_like(self.head_x), torch.zeros_like(self.head_v)
-        parts = triton.cdiv(shape.k, shape.columns_k)
+        parts = triton.cdiv(k_size, columns)
         in_chunks = (parts, ranks.chunks, heads, CHUNK)
         inner, d_strength, d_log_decay = (
             self.q.new_zeros(in_chunks if gates else (0,), dtype=torch.float32) for _ in range(3)
         )
         with on_device(self.q):
             d_states, d_z_states = self._states(self.q, d_o, total, weight, True)
-            d_S, product = self._scan(d_states, kept.total, d_S, kept.states, S_end)
+            d_S, product = scan(d_states, kept.total, d_S, self.ranks, kept.states, S_end, wide)
             if self.ones:
-                d_z, more = self._scan(d_z_states, kept.total, d_z, kept.z, z_end)
+                d_z, more = scan(d_z_states, kept.total, d_z, self.ranks, kept.z, z_end, wide)
                 product = product + more
             if gates:  # [Q, H, K / 16] to blocks of columns
-                tiles = shape.columns_k // 16
+                tiles = columns // 16
                 product = torch.nn.functional.pad(product, (0, parts * tiles - product.shape[2]))
                 product = product.view(*product.shape[:2], parts, tiles).sum(-1)
             self._walk(
@@ -754,16 +760,17 @@ class Associative:
         gates: bool,
         swap: bool,
     ) -> None:
-        shape, ranks = shape_of(self.k, self.v), self.ranks
-        size, columns = (shape.k, shape.columns_k) if swap else (shape.v, shape.columns_v)
+        ranks, k_size, v_size = self.ranks, self.k.shape[3], self.v.shape[3]
+        inner_size, size = (v_size, k_size) if swap else (k_size, v_size)
+        columns, launch = cut("keys" if swap else "values", inner_size, size, self.k)
         overlap = self.q.new_empty(ranks.chunks, self.heads, self.window - 1, size, dtype=torch.float32)
         if d_z is not None and weight is None:
             weight = self.q.new_zeros(ranks.chunks, self.heads, CHUNK, dtype=torch.float32)
         _walk_back[(ranks.segments * self.heads, triton.cdiv(size, columns))](
             self.q, self.k, self.head_x, self.v, self.head_v, d_o, self.first, self.strength, self.upto, self.upto_low,
             d_states, d_z, weight, inner, product, *outs, overlap, d_strength, d_log_decay, **self._common(),
-            M=ranks.chunks, K=shape.k, V=shape.v, BA=block(shape.v if swap else shape.k), BB=columns, SWAP=swap,
-            ONES=d_z is not None, GATES=gates, **shape.launch(),
+            M=ranks.chunks, K=k_size, V=v_size, BA=block(inner_size), BB=columns, SWAP=swap,
+            ONES=d_z is not None, GATES=gates, **launch,
         )  # fmt: skip
         if self.window > 1:
             _add_overlap[(ranks.chunks * self.heads,)](
