@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compare import errors, floor
+from compare import error, errors, floor
+from fwzoo.kernels.contract import overwriting_states
 from fwzoo.modeling.blocks import ShortConvolution, head_norm
 
 pytestmark = pytest.mark.triton
@@ -57,3 +58,32 @@ def test_equals_the_plain_path(
     if norm == "rms":  # the other norm must be told apart
         wrong = run(True, mask, bounds, "l2", started, taps)
         assert errors(wrong, expected)["0"] > 1e-2
+
+
+@pytest.mark.parametrize("norm", [None, "rms", "l2"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("taps", [1, 4])
+def test_one_token_equals_the_plain_path(norm: str | None, masked: bool, taps: int) -> None:
+    torch.manual_seed(0)
+    sizes, norms = (20, 20, 24), (norm, norm, None)
+    conv = ShortConvolution(2 * sum(sizes), taps).to(DEVICE)
+    torch.nn.init.normal_(conv.weight)
+    parts = [torch.randn(2, 1, 2 * size).to(DEVICE) for size in sizes]
+    past = torch.randn(2, taps - 1, 2 * sum(sizes)).to(DEVICE)
+    mask = None
+    if masked:
+        mask = torch.tensor([[False], [True]], device=DEVICE)
+        for x in parts:
+            x[0] = float("nan")
+    with torch.no_grad():
+        y, new = conv(torch.cat(parts, -1), past, mask, None)
+        split = y.split([2 * size for size in sizes], -1)
+        expected = [head_norm(x.unflatten(-1, (2, -1)), n, 1e-6) for x, n in zip(split, norms, strict=True)]
+        heads, kept = conv.fused(parts, sizes, norms, 1e-6, past.clone(), mask, None)
+        with overwriting_states():
+            own = past.clone()
+            again, in_place = conv.fused(parts, sizes, norms, 1e-6, own, mask, None)
+    assert in_place.data_ptr() == own.data_ptr()
+    for found, last in ((heads, kept), (again, in_place)):
+        pairs = zip([*found, last], [*expected, new], strict=True)
+        assert max(error(a, b) for a, b in pairs) <= floor(torch.float32)

@@ -169,7 +169,8 @@ def triton_cannot_run(tensors: Sequence[Tensor]) -> str | None:
 def _without_autocast(run: Callable[..., Any], q: Tensor, *arguments: Any) -> Any:
     """Call a level as it is written: under autocast its products, and its state with them, would be 16 bit."""
     device = q.device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
+    if not (available and torch.is_autocast_enabled(device)):
         return run(q, *arguments)
     with torch.autocast(device, enabled=False):
         return run(q, *arguments)

@@ -6,11 +6,14 @@ cost no copies. Imported only where the tensors are on a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .contract import may_overwrite_states
 from .gpu import block, custom, of_chunk, on_device, read, row_of, tables
 from .ranks import Ranks
 
@@ -147,9 +150,9 @@ def _input_kernel(
     tl.store(at, grad.to(d_x.dtype.element_ty), mask=(r < length)[:, None] & inside[None, :])
     if PAST and i == 0:
         e = tl.arange(0, 16)
-        grad = _against(d_pre, weight, rows, start, length, e - (W - 1), e < W - 1, column, inside, D, W, MASKED)
-        at = d_past + (n * (W - 1) + e)[:, None] * D + column[None, :]
-        tl.store(at, grad.to(d_past.dtype.element_ty), mask=(e < W - 1)[:, None] & inside[None, :])
+        before = _against(d_pre, weight, rows, start, length, e - (W - 1), e < W - 1, column, inside, D, W, MASKED)
+        there = d_past + (n * (W - 1) + e)[:, None] * D + column[None, :]
+        tl.store(there, before.to(d_past.dtype.element_ty), mask=(e < W - 1)[:, None] & inside[None, :])
 
 
 def _forward(
@@ -231,6 +234,70 @@ def convolution(
         eps,
     )
     return y
+
+
+@triton.jit
+def _step_kernel(
+    x, weight, past, new_past, y, real, D, past_D, eps,
+    F: tl.constexpr, BF: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    n, d = tl.program_id(0).to(tl.int64), tl.arange(0, BF)
+    column, inside = tl.program_id(1) * F + d, d < F
+    alive = True
+    if MASKED:
+        alive = tl.load(real + n) != 0
+    now = read(x + n * D + column, inside & alive)
+    total = now.to(tl.float32) * read(weight + column * W + W - 1, inside).to(tl.float32)
+    for j in tl.static_range(W - 1):
+        at = (n * (W - 1) + j) * past_D + column
+        kept = read(past + at, inside)
+        total += kept.to(tl.float32) * read(weight + column * W + j, inside).to(tl.float32)
+        if j > 0:
+            tl.store(new_past + at - past_D, kept.to(new_past.dtype.element_ty), mask=inside & alive)
+        if not alive:
+            tl.store(new_past + at, kept.to(new_past.dtype.element_ty), mask=inside)
+    if W > 1:
+        at = (n * (W - 1) + W - 2) * past_D + column
+        tl.store(new_past + at, now.to(new_past.dtype.element_ty), mask=inside & alive)
+    out = tl.where(alive, total * tl.sigmoid(total), 0.0)
+    if NORM:
+        square = tl.sum(out * out, 0)
+        if NORM == 1:
+            out = out / tl.sqrt(square / F + eps)
+        else:
+            out = out / tl.maximum(tl.sqrt(square), eps)
+    tl.store(y + n * D + column, out.to(y.dtype.element_ty), mask=inside)
+
+
+def convolution_step(
+    parts: Sequence[Tensor],
+    weight: Tensor,
+    past: Tensor,
+    mask: Tensor | None,
+    *,
+    heads: Sequence[int],
+    norms: Sequence[str | None],
+    eps: float,
+) -> tuple[list[Tensor], Tensor]:
+    """`convolution` for one token, without a backward pass, and the new past.
+
+    Args:
+        parts: `[B, 1, D_i]`. weight: `[D, W]`. past: `[B, W - 1, D]`, overwritten within `contract.overwriting_states()`.
+        mask: bool `[B, 1]` or None. heads, norms: F and norm of every part.
+    """
+    past, mask = past.contiguous(), None if mask is None else mask.contiguous()
+    new, first, outputs = past if may_overwrite_states() else torch.empty_like(past), 0, []
+    for x, head, norm in zip(parts, heads, norms, strict=True):
+        x, width = x.contiguous(), x.shape[2]
+        y, own = torch.empty_like(x), slice(first, first + width)
+        with on_device(x):
+            _step_kernel[(x.shape[0], width // head)](
+                x, weight[own], past[:, :, own], new[:, :, own], y, mask, width, past.shape[2], eps, F=head,
+                BF=block(head), W=weight.shape[1], NORM=NORMS[norm], MASKED=mask is not None, num_warps=1,
+            )  # fmt: skip
+        outputs.append(y)
+        first += width
+    return outputs, new
 
 
 def last_inputs(x: Tensor, past: Tensor, ranks: Ranks) -> Tensor:

@@ -50,7 +50,7 @@ def _steps(
     values,
     gain,
     other,
-    first,
+    known,
     count,
     real,
     S,
@@ -72,6 +72,7 @@ def _steps(
     GATED: tl.constexpr,
     DIVIDE: tl.constexpr,
     COUPLED: tl.constexpr,
+    SHIFTED: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -86,7 +87,9 @@ def _steps(
     old = tl.load(S + at, mask=inside, other=0.0)
     begin, before = 0, 0
     if GATED:
-        begin, before = tl.load(first + n), tl.load(count + n)
+        before = tl.load(count + n)
+        if SHIFTED:
+            begin = tl.where(tl.load(known + n) != 0, 0, 1)
     for t in range(tokens):
         token, pair = (n * tokens + t) * heads + h, (n * (tokens + WINDOW - 1) + t) * heads + h
         alive = True
@@ -161,7 +164,7 @@ def _run(
     values: Tensor,
     gain: Tensor | None,
     other: Tensor | None,
-    first: Tensor | None,
+    known: Tensor | None,
     count: Tensor | None,
     mask: Tensor | None,
     S: Tensor,
@@ -169,8 +172,8 @@ def _run(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     (batch, tokens, heads, k_size), v_size = q.shape, values.shape[3]
-    given = (q, x, values, gain, other, first, count, mask)
-    q, x, values, gain, other, first, count, mask = (t if t is None else t.contiguous() for t in given)
+    given = (q, x, values, gain, other, known, count, mask)
+    q, x, values, gain, other, known, count, mask = (t if t is None else t.contiguous() for t in given)
     S = S.contiguous()
     new_S = S if may_overwrite_states() else torch.empty_like(S)
     o = values.new_empty(batch, tokens, heads, v_size)
@@ -183,7 +186,7 @@ def _run(
             values,
             gain,
             other,
-            first,
+            known,
             count,
             mask,
             S,
@@ -233,7 +236,15 @@ def steps(
     Returns: o `[B, T, H, V]` in the dtype of v, and the new S.
     """
     options = {"REGRESSION": regression, "PER_COLUMN": False, "DECAY_FIRST": True, "READ_AFTER_WRITE": True}
-    gates = {"GATED": False, "DIVIDE": False, "COUPLED": False, "eps": 0.0, "decay_floor": 0.0, "scale": scale}
+    gates = {
+        "GATED": False,
+        "DIVIDE": False,
+        "COUPLED": False,
+        "eps": 0.0,
+        "decay_floor": 0.0,
+        "scale": scale,
+        "SHIFTED": False,
+    }
     return _run(q, k, v, strength, log_decay, None, None, mask, S, 1, **options, **gates)
 
 
@@ -249,7 +260,6 @@ def falcon_steps(
 ) -> tuple[Tensor, FalconState]:
     """A few tokens of `fwzoo.kernels.falcon` without a backward pass; with a mask, one token."""
     rule, window, shifted = options.rule, options.window, options.shifted
-    first = (~state.has_key).int() if shifted else torch.zeros_like(state.has_key, dtype=torch.int32)
     x, values = _pairs(k, v, state, options)
     o, S = _run(
         q,
@@ -257,11 +267,12 @@ def falcon_steps(
         values,
         beta,
         ridge,
-        first,
+        state.has_key,
         state.count,
         mask,
         state.S,
         window,
+        SHIFTED=shifted,
         REGRESSION=rule.regression,
         PER_COLUMN=rule.per_column,
         DECAY_FIRST=False,
@@ -273,14 +284,18 @@ def falcon_steps(
         decay_floor=options.decay_floor,
         scale=1.0,
     )
-    key, has_key, real = k[:, -1], torch.ones_like(state.has_key), None if mask is None else mask[:, 0]
+    key, real = k[:, -1], None if mask is None else mask[:, 0]
+    first = (~state.has_key).long() if window > 1 and shifted else 0
     if real is not None:
         key, has_key = select(real, key, state.key), state.has_key | real
+    else:
+        has_key = (state.has_key if may_overwrite_states() else torch.empty_like(state.has_key)).fill_(True)
     if window == 1:
         return o, FalconState(S, key, has_key, state.tail_x, state.tail_v, state.count)
     tail_x, tail_v, written = x[:, 1 - window :], values[:, 1 - window :], q.shape[1] - first
     if q.shape[1] == 1:
-        writes = written > 0 if real is None else (written > 0) & real
+        writes = torch.ones_like(state.has_key) if not shifted else first == 0
+        writes = writes if real is None else writes & real
         tail_x, tail_v = select(writes, tail_x, state.tail_x), select(writes, tail_v, state.tail_v)
         written = writes.long()
     return o, FalconState(S, key, has_key, tail_x, tail_v, (state.count + written).clamp(max=window - 1))

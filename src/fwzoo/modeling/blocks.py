@@ -38,9 +38,9 @@ def head_norm(x: Tensor, kind: str | None, eps: float) -> Tensor:
 
 
 def fused_convolution(config: Any, x: Tensor) -> bool:
-    """Whether the convolution before this mixer runs as one kernel with SiLU and norm: on a GPU, for more than one token."""
+    """Whether the convolution before this mixer runs as one kernel with SiLU and norm: on a GPU."""
     fits = max(config.head_dim, config.value_head_dim) <= 256 and x.dtype != torch.float64
-    return x.is_cuda and TRITON and x.shape[1] > 1 and fits and config.kernel_level in ("auto", "triton")
+    return x.is_cuda and TRITON and x.shape[1] > 0 and fits and config.kernel_level in ("auto", "triton")
 
 
 class ShortConvolution(nn.Module):
@@ -97,19 +97,23 @@ class ShortConvolution(nn.Module):
 
         Returns: every part as `[B, T, H, size]`, and the new past.
         """
-        from ..kernels.convolution import convolution, last_inputs  # only here: fwzoo does not need triton
+        from ..kernels import convolution, step  # only here: fwzoo does not need triton
         from ..kernels.ranks import make_ranks
 
-        ranks = make_ranks(parts[0], mask, check_cu_seqlens(cu_seqlens, parts[0]))
+        bounds = check_cu_seqlens(cu_seqlens, parts[0])
+        if past is not None and parts[0].shape[1] == 1 and step.allows((*parts, self.weight, past), mask, bounds):
+            found, new = convolution.convolution_step(parts, self.weight, past, mask, heads=sizes, norms=norms, eps=eps)
+            return [x.unflatten(-1, (-1, size)) for x, size in zip(found, sizes, strict=True)], new
+        ranks = make_ranks(parts[0], mask, bounds)
         widths = [part.shape[2] for part in parts]
         pasts = [None] * len(parts) if past is None else past.split(widths, -1)
         heads = [
-            convolution(x, weight, own, ranks, head=size, norm=norm, eps=eps).unflatten(-1, (-1, size))
+            convolution.convolution(x, weight, own, ranks, head=size, norm=norm, eps=eps).unflatten(-1, (-1, size))
             for x, weight, own, size, norm in zip(parts, self.weight.split(widths), pasts, sizes, norms, strict=True)
         ]
         if past is None:
             past = parts[0].new_zeros(ranks.documents, self.size - 1, sum(widths))
-        kept = [last_inputs(x, own, ranks) for x, own in zip(parts, past.split(widths, -1), strict=True)]
+        kept = [convolution.last_inputs(x, own, ranks) for x, own in zip(parts, past.split(widths, -1), strict=True)]
         return heads, torch.cat(kept, -1)
 
     def _filter(self, stream: Tensor, tokens: int) -> Tensor:
