@@ -18,6 +18,7 @@ from .gpu import block, custom, of_chunk, on_device, read, row_of, tables
 from .ranks import Ranks
 
 NORMS = {None: 0, "rms": 1, "l2": 2}
+ROWS = 16  # rows at a time: more do not fit in the registers
 
 
 @triton.jit
@@ -67,56 +68,61 @@ def _inverse_norm(y, eps, F: tl.constexpr, NORM: tl.constexpr):
 def _forward_kernel(
     x, weight, past, y, docs, chunk_doc, rows, T, NC, D, eps,
     F: tl.constexpr, BF: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, PAST: tl.constexpr,
-    PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr,
+    PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    c = tl.program_id(0).to(tl.int64)
+    c, d = tl.program_id(0).to(tl.int64), tl.arange(0, BF)
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
-    r, d = i * C + tl.arange(0, C), tl.arange(0, BF)
     column, inside = tl.program_id(1) * F + d, d < F
-    pre = _taps(x, past, weight, rows, n, start, length, r, column, inside, D, W, PAST, MASKED)
-    out = pre * tl.sigmoid(pre)
-    if NORM:
-        out = out * _inverse_norm(out, eps, F, NORM)
-    row = row_of(rows, start, r, r < length, MASKED)
-    at = y + row[:, None] * D + column[None, :]
-    tl.store(at, out.to(y.dtype.element_ty), mask=(r < length)[:, None] & inside[None, :])
+    for begin in range(0, C, ROWS):
+        r = i * C + begin + tl.arange(0, ROWS)
+        pre = _taps(x, past, weight, rows, n, start, length, r, column, inside, D, W, PAST, MASKED)
+        out = pre * tl.sigmoid(pre)
+        if NORM:
+            out = out * _inverse_norm(out, eps, F, NORM)
+        row = row_of(rows, start, r, r < length, MASKED)
+        at = y + row[:, None] * D + column[None, :]
+        tl.store(at, out.to(y.dtype.element_ty), mask=(r < length)[:, None] & inside[None, :])
 
 
 @triton.jit(do_not_specialize=["T", "NC"])
 def _backward_kernel(
     d_y, x, weight, past, d_pre, d_weight, docs, chunk_doc, rows, T, NC, D, eps,
-    F: tl.constexpr, BF: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, PAST: tl.constexpr,
-    PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr,
+    F: tl.constexpr, BF: tl.constexpr, W: tl.constexpr, BW: tl.constexpr, NORM: tl.constexpr, PAST: tl.constexpr,
+    PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Gradient before SiLU, at every row, and every chunk's part of the weight's gradient `[chunks, W, D]`."""
-    c = tl.program_id(0).to(tl.int64)
+    c, d = tl.program_id(0).to(tl.int64), tl.arange(0, BF)
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
-    r, d = i * C + tl.arange(0, C), tl.arange(0, BF)
-    column, inside = tl.program_id(1) * F + d, d < F
-    pre = _taps(x, past, weight, rows, n, start, length, r, column, inside, D, W, PAST, MASKED)
-    gate = tl.sigmoid(pre)
-    row = row_of(rows, start, r, r < length, MASKED)
-    at, ok = row[:, None] * D + column[None, :], (r < length)[:, None] & inside[None, :]
-    grad = read(d_y + at, ok).to(tl.float32)
-    if NORM:
-        out = pre * gate
-        inverse = _inverse_norm(out, eps, F, NORM)
-        along = tl.sum(grad * out, 1)[:, None]
-        if NORM == 1:
-            grad = inverse * grad - (inverse * inverse * inverse / F) * along * out
-        else:  # where eps is larger than the norm, the norm has no gradient
-            grad = inverse * grad - tl.where(inverse < 1.0 / eps, inverse * inverse * inverse, 0.0) * along * out
-    grad = tl.where(ok, grad * gate * (1.0 + pre * (1.0 - gate)), 0.0)
-    tl.store(d_pre + at, grad.to(d_pre.dtype.element_ty), mask=ok)
-    for j in tl.static_range(W):
-        rank = r - (W - 1) + j
-        there = (rank >= 0) & (r < length)
-        source = row_of(rows, start, rank, there, MASKED)
-        value = read(x + source[:, None] * D + column[None, :], there[:, None] & inside[None, :]).to(tl.float32)
-        if PAST:
-            old = past + (n * (W - 1) + rank + (W - 1))[:, None] * D + column[None, :]
-            value += read(old, ((rank < 0) & (r < length))[:, None] & inside[None, :]).to(tl.float32)
-        tl.store(d_weight + (c * W + j) * D + column, tl.sum(grad * value, 0), mask=inside)
+    column, inside, taps = tl.program_id(1) * F + d, d < F, tl.arange(0, BW)
+    own = tl.zeros([BW, BF], tl.float32)
+    for begin in range(0, C, ROWS):
+        r = i * C + begin + tl.arange(0, ROWS)
+        pre = _taps(x, past, weight, rows, n, start, length, r, column, inside, D, W, PAST, MASKED)
+        gate = tl.sigmoid(pre)
+        row = row_of(rows, start, r, r < length, MASKED)
+        at, ok = row[:, None] * D + column[None, :], (r < length)[:, None] & inside[None, :]
+        grad = read(d_y + at, ok).to(tl.float32)
+        if NORM:
+            out = pre * gate
+            inverse = _inverse_norm(out, eps, F, NORM)
+            along = tl.sum(grad * out, 1)[:, None]
+            if NORM == 1:
+                grad = inverse * grad - (inverse * inverse * inverse / F) * along * out
+            else:  # where eps is larger than the norm, the norm has no gradient
+                grad = inverse * grad - tl.where(inverse < 1.0 / eps, inverse * inverse * inverse, 0.0) * along * out
+        grad = tl.where(ok, grad * gate * (1.0 + pre * (1.0 - gate)), 0.0)
+        tl.store(d_pre + at, grad.to(d_pre.dtype.element_ty), mask=ok)
+        for j in tl.static_range(W):
+            rank = r - (W - 1) + j
+            there = (rank >= 0) & (r < length)
+            source = row_of(rows, start, rank, there, MASKED)
+            value = read(x + source[:, None] * D + column[None, :], there[:, None] & inside[None, :]).to(tl.float32)
+            if PAST:
+                old = past + (n * (W - 1) + rank + (W - 1))[:, None] * D + column[None, :]
+                value += read(old, ((rank < 0) & (r < length))[:, None] & inside[None, :]).to(tl.float32)
+            own += tl.where((taps == j)[:, None], tl.sum(grad * value, 0)[None, :], 0.0)
+    into = d_weight + (c * W + taps)[:, None] * D + column[None, :]
+    tl.store(into, own, mask=(taps < W)[:, None] & inside[None, :])
 
 
 @triton.jit
@@ -138,16 +144,17 @@ def _against(
 def _input_kernel(
     d_pre, weight, d_x, d_past, docs, chunk_doc, rows, T, NC, D,
     F: tl.constexpr, BF: tl.constexpr, W: tl.constexpr, PAST: tl.constexpr,
-    PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr,
+    PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    c = tl.program_id(0).to(tl.int64)
+    c, d = tl.program_id(0).to(tl.int64), tl.arange(0, BF)
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
-    r, d = i * C + tl.arange(0, C), tl.arange(0, BF)
     column, inside = tl.program_id(1) * F + d, d < F
-    grad = _against(d_pre, weight, rows, start, length, r, r < length, column, inside, D, W, MASKED)
-    row = row_of(rows, start, r, r < length, MASKED)
-    at = d_x + row[:, None] * D + column[None, :]
-    tl.store(at, grad.to(d_x.dtype.element_ty), mask=(r < length)[:, None] & inside[None, :])
+    for begin in range(0, C, ROWS):
+        r = i * C + begin + tl.arange(0, ROWS)
+        grad = _against(d_pre, weight, rows, start, length, r, r < length, column, inside, D, W, MASKED)
+        row = row_of(rows, start, r, r < length, MASKED)
+        at = d_x + row[:, None] * D + column[None, :]
+        tl.store(at, grad.to(d_x.dtype.element_ty), mask=(r < length)[:, None] & inside[None, :])
     if PAST and i == 0:
         e = tl.arange(0, 16)
         before = _against(d_pre, weight, rows, start, length, e - (W - 1), e < W - 1, column, inside, D, W, MASKED)
@@ -164,7 +171,7 @@ def _forward(
     with on_device(x):
         _forward_kernel[(ranks.chunks, x.shape[2] // head)](
             x, weight, past, y, **tables(ranks), D=x.shape[2], eps=eps, F=head, BF=block(head), W=weight.shape[1],
-            NORM=norm, PAST=past is not None, num_warps=4,
+            NORM=norm, PAST=past is not None, ROWS=ROWS, num_warps=4,
         )  # fmt: skip
     return (y,)
 
@@ -179,10 +186,30 @@ def _backward(
     d_x = torch.empty_like(x) if rows is None else torch.zeros_like(x)
     d_past = x.new_empty(0) if past is None else torch.zeros_like(past)
     parts = x.new_empty(ranks.chunks, taps, channels, dtype=torch.float32)
-    common = {**tables(ranks), "D": channels, "F": head, "BF": block(head), "W": taps, "PAST": past is not None}
+    common = {
+        **tables(ranks),
+        "D": channels,
+        "F": head,
+        "BF": block(head),
+        "W": taps,
+        "PAST": past is not None,
+        "ROWS": ROWS,
+    }
     grid = (ranks.chunks, channels // head)
     with on_device(x):
-        _backward_kernel[grid](d_y, x, weight, past, d_pre, parts, **common, eps=eps, NORM=norm, num_warps=4)
+        _backward_kernel[grid](
+            d_y,
+            x,
+            weight,
+            past,
+            d_pre,
+            parts,
+            **common,
+            BW=triton.next_power_of_2(taps),
+            eps=eps,
+            NORM=norm,
+            num_warps=4,
+        )
         _input_kernel[grid](d_pre, weight, d_x, d_past, **common, num_warps=4)
     return d_x, parts.sum(0).T.to(weight.dtype).contiguous(), d_past
 
