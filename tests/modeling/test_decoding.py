@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fwzoo.modeling import decoding
 from fwzoo.modeling.cache import CACHE_KEY
+from fwzoo.modeling.memories.base import generating
 from rows import ROWS, Row
 
 FIXED = [row for row in ROWS if row.model().model.steps_alike()]
@@ -93,3 +94,20 @@ def test_a_capture_that_fails_leaves_plain_decoding(monkeypatch: Any) -> None:
     monkeypatch.setattr(decoding, "capture", refuse)
     model, prompt = FIXED[0].model(), ids(1, 9)
     assert torch.equal(model.generate(prompt, **GREEDY), model.generate(prompt, disable_compile=True, **GREEDY))
+
+
+@rows
+def test_a_plain_call_between_graphed_steps_is_seen(row: Row, device: str) -> None:
+    """Steps one by one through the model, with a call of three tokens between them that no graph replays."""
+    model, prompt = row.model().to(device), ids(1, 14).to(device)
+    pieces = prompt.split([5, 1, 1, 3, 1, 1, 2], 1)
+    found = {}
+    for graphed in (True, False):
+        cache, logits = None, []
+        with torch.no_grad(), generating(), decoding.graphed_decoding(graphed):
+            for piece in pieces:
+                outputs = model(piece, use_cache=True, **{CACHE_KEY: cache})
+                cache = outputs[CACHE_KEY]
+                logits.append(outputs.logits)
+        found[graphed] = torch.cat(logits, 1)
+    torch.testing.assert_close(found[True], found[False])

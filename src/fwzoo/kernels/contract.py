@@ -278,17 +278,30 @@ def check_gate(name: str, value: Any, q: Tensor) -> None:
     same_device(name, value, q)
 
 
-def check_state(state: Any, empty: State) -> State:
-    """`state` in the dtypes of `empty`, the state before the first token; raises unless all fields have its shapes."""
+def check_state(state: Any, empty: State, q: Tensor | None = None) -> State:
+    """`state` in the dtypes of `empty`, the state before the first token; raises unless all fields have its shapes.
+
+    `q` is on the device where the state must be; None means that `empty` is.
+    """
     if not isinstance(state, type(empty)):
         raise TypeError(f"state is a {type(state).__name__}; it must be a fwzoo.kernels.{type(empty).__name__}")
     for name, field, like in zip(empty._fields, state, empty, strict=True):  # type: ignore[attr-defined]
         is_tensor(f"state.{name}", field, like.ndim, floating=like.is_floating_point())
         has_shape(f"state.{name}", field, like.shape, "[N, ...]")
-        same_device(f"state.{name}", field, like)
+        same_device(f"state.{name}", field, like if q is None else q)
         if not like.is_floating_point() and field.dtype != like.dtype:
             raise ValueError(f"state.{name} has dtype {field.dtype}; it must be {like.dtype}")
     return type(empty)(*(field.to(like.dtype) for field, like in zip(state, empty, strict=True)))
+
+
+def start_state(state: Any, empty: Callable[[Tensor, Tensor], State], q: Tensor, v: Tensor) -> State:
+    """`state`, checked as by `check_state`, or `empty(q, v)` where it is None.
+
+    An empty state to compare with is made without storage, so that a decoding step does not fill one for nothing.
+    """
+    if state is None:
+        return empty(q, v)
+    return check_state(state, empty(*(x.new_empty(x.shape, device="meta") for x in (q, v))), q)
 
 
 def check_values(tensors: Mapping[str, Tensor], mask: Tensor | None) -> None:

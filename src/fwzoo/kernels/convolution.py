@@ -86,15 +86,14 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["T", "NC"])
 def _backward_kernel(
-    d_y, x, weight, past, d_pre, d_weight, docs, chunk_doc, rows, T, NC, D, eps,
-    F: tl.constexpr, BF: tl.constexpr, W: tl.constexpr, BW: tl.constexpr, NORM: tl.constexpr, PAST: tl.constexpr,
+    d_y, x, weight, past, d_pre, docs, chunk_doc, rows, T, NC, D, eps,
+    F: tl.constexpr, BF: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, PAST: tl.constexpr,
     PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Gradient before SiLU, at every row, and every chunk's part of the weight's gradient `[chunks, W, D]`."""
+    """Gradient before SiLU, at every row."""
     c, d = tl.program_id(0).to(tl.int64), tl.arange(0, BF)
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
-    column, inside, taps = tl.program_id(1) * F + d, d < F, tl.arange(0, BW)
-    own = tl.zeros([BW, BF], tl.float32)
+    column, inside = tl.program_id(1) * F + d, d < F
     for begin in range(0, C, ROWS):
         r = i * C + begin + tl.arange(0, ROWS)
         pre = _taps(x, past, weight, rows, n, start, length, r, column, inside, D, W, PAST, MASKED)
@@ -112,54 +111,60 @@ def _backward_kernel(
                 grad = inverse * grad - tl.where(inverse < 1.0 / eps, inverse * inverse * inverse, 0.0) * along * out
         grad = tl.where(ok, grad * gate * (1.0 + pre * (1.0 - gate)), 0.0)
         tl.store(d_pre + at, grad.to(d_pre.dtype.element_ty), mask=ok)
-        for j in tl.static_range(W):
-            rank = r - (W - 1) + j
-            there = (rank >= 0) & (r < length)
-            source = row_of(rows, start, rank, there, MASKED)
-            value = read(x + source[:, None] * D + column[None, :], there[:, None] & inside[None, :]).to(tl.float32)
-            if PAST:
-                old = past + (n * (W - 1) + rank + (W - 1))[:, None] * D + column[None, :]
-                value += read(old, ((rank < 0) & (r < length))[:, None] & inside[None, :]).to(tl.float32)
-            own += tl.where((taps == j)[:, None], tl.sum(grad * value, 0)[None, :], 0.0)
-    into = d_weight + (c * W + taps)[:, None] * D + column[None, :]
-    tl.store(into, own, mask=(taps < W)[:, None] & inside[None, :])
 
 
 @triton.jit
-def _against(
-    d_pre, weight, rows, start, length, rank, wanted, column, inside, D, W: tl.constexpr, MASKED: tl.constexpr
-):
-    """Gradient of the input at ranks `rank`, `[C, F]`."""
-    total = tl.zeros([rank.shape[0], column.shape[0]], tl.float32)
-    for j in tl.static_range(W):
-        r = rank + (W - 1) - j
-        ok = wanted & (r >= 0) & (r < length)
-        row = row_of(rows, start, r, ok, MASKED)
-        grad = read(d_pre + row[:, None] * D + column[None, :], ok[:, None] & inside[None, :]).to(tl.float32)
-        total += grad * read(weight + column * W + j, inside).to(tl.float32)[None, :]
-    return total
+def _later(d_pre, rows, start, length, r, wanted, column, inside, D, MASKED: tl.constexpr):
+    """Gradient before SiLU at ranks `r`, 0 where there is no token or it is not wanted: `[ROWS, F]`."""
+    ok = wanted & (r >= 0) & (r < length)
+    row = row_of(rows, start, r, ok, MASKED)
+    return read(d_pre + row[:, None] * D + column[None, :], ok[:, None] & inside[None, :]).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["T", "NC"])
 def _input_kernel(
-    d_pre, weight, d_x, d_past, docs, chunk_doc, rows, T, NC, D,
+    d_pre, x, weight, past, d_x, d_past, d_weight, docs, chunk_doc, rows, T, NC, D,
     F: tl.constexpr, BF: tl.constexpr, W: tl.constexpr, PAST: tl.constexpr,
     PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Gradient of the input, and every chunk's part of the weight's gradient `[chunks, W, D]`."""
     c, d = tl.program_id(0).to(tl.int64), tl.arange(0, BF)
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
-    column, inside = tl.program_id(1) * F + d, d < F
+    column, inside, e = tl.program_id(1) * F + d, d < F, tl.arange(0, ROWS)
     for begin in range(0, C, ROWS):
-        r = i * C + begin + tl.arange(0, ROWS)
-        grad = _against(d_pre, weight, rows, start, length, r, r < length, column, inside, D, W, MASKED)
+        r = i * C + begin + e
+        grad = tl.zeros([ROWS, BF], tl.float32)
+        for j in tl.static_range(W):
+            tap = read(weight + column * W + j, inside).to(tl.float32)
+            after = _later(d_pre, rows, start, length, r + (W - 1) - j, r < length, column, inside, D, MASKED)
+            grad += after * tap[None, :]
         row = row_of(rows, start, r, r < length, MASKED)
         at = d_x + row[:, None] * D + column[None, :]
         tl.store(at, grad.to(d_x.dtype.element_ty), mask=(r < length)[:, None] & inside[None, :])
+    for j in tl.static_range(W):
+        own = tl.zeros([ROWS, BF], tl.float32)
+        for begin in range(0, C, ROWS):
+            r = i * C + begin + e
+            row = row_of(rows, start, r, r < length, MASKED)
+            value = read(x + row[:, None] * D + column[None, :], (r < length)[:, None] & inside[None, :])
+            after = _later(d_pre, rows, start, length, r + (W - 1) - j, r < length, column, inside, D, MASKED)
+            own += value.to(tl.float32) * after
+        if PAST and i == 0:
+            old = past + (n * (W - 1) + e)[:, None] * D + column[None, :]
+            value = read(old, (e < W - 1)[:, None] & inside[None, :]).to(tl.float32)
+            own += value * _later(d_pre, rows, start, length, e - j, e < W - 1, column, inside, D, MASKED)
+        tl.store(d_weight + (c * W + j) * D + column, tl.sum(own, 0), mask=inside)
     if PAST and i == 0:
-        e = tl.arange(0, 16)
-        before = _against(d_pre, weight, rows, start, length, e - (W - 1), e < W - 1, column, inside, D, W, MASKED)
+        before = tl.zeros([ROWS, BF], tl.float32)
+        for j in tl.static_range(W):
+            tap = read(weight + column * W + j, inside).to(tl.float32)
+            before += _later(d_pre, rows, start, length, e - j, e < W - 1, column, inside, D, MASKED) * tap[None, :]
         there = d_past + (n * (W - 1) + e)[:, None] * D + column[None, :]
         tl.store(there, before.to(d_past.dtype.element_ty), mask=(e < W - 1)[:, None] & inside[None, :])
+
+
+def _warps(head: int) -> int:
+    return 4 if head <= 64 else 8
 
 
 def _forward(
@@ -171,7 +176,7 @@ def _forward(
     with on_device(x):
         _forward_kernel[(ranks.chunks, x.shape[2] // head)](
             x, weight, past, y, **tables(ranks), D=x.shape[2], eps=eps, F=head, BF=block(head), W=weight.shape[1],
-            NORM=norm, PAST=past is not None, ROWS=ROWS, num_warps=4,
+            NORM=norm, PAST=past is not None, ROWS=ROWS, num_warps=_warps(head),
         )  # fmt: skip
     return (y,)
 
@@ -197,20 +202,8 @@ def _backward(
     }
     grid = (ranks.chunks, channels // head)
     with on_device(x):
-        _backward_kernel[grid](
-            d_y,
-            x,
-            weight,
-            past,
-            d_pre,
-            parts,
-            **common,
-            BW=triton.next_power_of_2(taps),
-            eps=eps,
-            NORM=norm,
-            num_warps=4,
-        )
-        _input_kernel[grid](d_pre, weight, d_x, d_past, **common, num_warps=4)
+        _backward_kernel[grid](d_y, x, weight, past, d_pre, **common, eps=eps, NORM=norm, num_warps=_warps(head))
+        _input_kernel[grid](d_pre, x, weight, past, d_x, d_past, parts, **common, num_warps=_warps(head))
     return d_x, parts.sum(0).T.to(weight.dtype).contiguous(), d_past
 
 

@@ -49,17 +49,23 @@ class GraphedStep:
 
     def __init__(self) -> None:
         self._graphs: dict[Any, _Graph] = {}
+        self._last: _Graph | None = None
         self._refused = False
 
     def allows(self, model: Any, input_ids: Tensor | None, cache: Any) -> bool:
         """Whether this call is one decoding step that a graph can replay."""
+        if (
+            self._refused
+            or input_ids is None
+            or input_ids.shape[1] != 1
+            or input_ids.device.type not in DEVICES
+            or not isinstance(cache, FastWeightCache)
+        ):
+            return False
+        if self._last is not None and self._last.holds(cache):
+            return True
         return (
-            not self._refused
-            and isinstance(cache, FastWeightCache)
-            and input_ids is not None
-            and input_ids.device.type in DEVICES
-            and input_ids.shape[1] == 1
-            and not (torch.is_grad_enabled() or torch.is_autocast_enabled(input_ids.device.type) or model.training)
+            not (torch.is_grad_enabled() or torch.is_autocast_enabled(input_ids.device.type) or model.training)
             and not hasattr(model, "hf_device_map")
             and all(layer.tensors and not layer.record_past for layer in cache.layers)
             and model.get_decoder().steps_alike()
@@ -71,16 +77,17 @@ class GraphedStep:
         Args:
             step: one decoding step. input_ids: `[B, 1]`. mask: bool `[B, 1]` or None.
         """
-        key = (input_ids.shape, input_ids.device, mask is None, _shapes(cache))
-        graph = self._graphs.get(key)
-        if graph is None:
-            try:
-                graph = self._graphs[key] = _Graph(step, input_ids, mask, cache)
-            except RuntimeError as error:
-                self._refused = True
-                logger.warning_once("decoding runs without a CUDA graph, because capturing it failed: %s", error)
-                return None
-        return graph.replay(input_ids, mask, cache)
+        if self._last is None or not (self._last.holds(cache) and self._last.masked == (mask is not None)):
+            key = (input_ids.shape, input_ids.device, mask is None, _shapes(cache))
+            if key not in self._graphs:
+                try:
+                    self._graphs[key] = _Graph(step, input_ids, mask, cache)
+                except RuntimeError as error:
+                    self._refused = True
+                    logger.warning_once("decoding runs without a CUDA graph, because capturing it failed: %s", error)
+                    return None
+            self._last = self._graphs[key]
+        return self._last.replay(input_ids, mask, cache)
 
 
 def _shapes(cache: FastWeightCache) -> tuple[Any, ...]:
@@ -130,15 +137,25 @@ class _Graph:
 
         self._run = capture(rehearse, advance, input_ids.device)
 
+    @property
+    def masked(self) -> bool:
+        """Whether the step takes a mask."""
+        return self._mask is not None
+
+    def holds(self, cache: FastWeightCache) -> bool:
+        """Whether a cache is as this graph's last step left it, in this graph's buffers."""
+        return all(layer.tensors is own for own, layer in zip(self._layers, cache.layers, strict=True))
+
     def replay(self, input_ids: Tensor, mask: Tensor | None, cache: FastWeightCache) -> Tensor:
+        """Advance `cache` by one token; returns the logits."""
         self._ids.copy_(input_ids)
         if self._mask is not None and mask is not None:
             self._mask.copy_(mask)
         for own, layer in zip(self._layers, cache.layers, strict=True):
-            for name, x in layer.tensors.items():
-                if x is not own[name]:
+            if layer.tensors is not own:
+                for name, x in layer.tensors.items():
                     own[name].copy_(x)
-            layer.tensors = dict(own)
+                layer.tensors = own
             layer.end(1)
         return self._run()
 

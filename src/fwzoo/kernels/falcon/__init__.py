@@ -89,8 +89,7 @@ def falcon(
     options = _check_options(rule, window, pairing, timing, step, scale_coupled, eps, decay_floor)
     bounds, documents = contract.check_documents(mask, cu_seqlens, q)
     dtype = contract.compute_dtype(q.dtype)
-    empty = empty_state(documents, q, v, options.window, dtype)
-    state = empty if state is None else contract.check_state(state, empty)
+    state = contract.start_state(state, lambda q, v: empty_state(documents, q, v, options.window, dtype), q, v)
     if contract.debugging():
         _check_values(q, k, v, beta, ridge, mask, options)
     limit = f"window is {window}, and the Triton kernels take up to 8" if options.window > 8 else None

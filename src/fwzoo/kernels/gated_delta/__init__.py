@@ -66,8 +66,7 @@ def gated_delta(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     contract.finite_number("scale", scale)
     bounds, documents = contract.check_documents(mask, cu_seqlens, q)
-    empty = GatedDeltaState(contract.empty_weights(documents, q, v))
-    state = empty if state is None else contract.check_state(state, empty)
+    state = contract.start_state(state, lambda q, v: GatedDeltaState(contract.empty_weights(documents, q, v)), q, v)
     contract.check_values({"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta}, mask)
     contract.check_log_decay(log_decay, mask)
     run = GATED_DELTA.resolve(level, q.shape[1])
