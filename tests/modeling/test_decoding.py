@@ -32,6 +32,7 @@ def device(request: Any, monkeypatch: Any) -> str:
     if request.param == "cpu":
         monkeypatch.setattr(decoding, "DEVICES", ("cpu",))
         monkeypatch.setattr(decoding, "capture", without_a_graph)
+        monkeypatch.setattr(decoding, "capturable", lambda model: True)
     return request.param
 
 
@@ -92,6 +93,7 @@ def test_a_capture_that_fails_leaves_plain_decoding(monkeypatch: Any) -> None:
 
     monkeypatch.setattr(decoding, "DEVICES", ("cpu",))
     monkeypatch.setattr(decoding, "capture", refuse)
+    monkeypatch.setattr(decoding, "capturable", lambda model: True)
     model, prompt = FIXED[0].model(), ids(1, 9)
     assert torch.equal(model.generate(prompt, **GREEDY), model.generate(prompt, disable_compile=True, **GREEDY))
 

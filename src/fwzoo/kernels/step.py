@@ -19,28 +19,40 @@ from torch import Tensor
 
 from .contract import may_overwrite_states
 from .documents import select
-from .falcon.prepass import heads_of
+from .falcon.prepass import heads_of, top_direction
 from .falcon.rules import FalconState, Options
 from .gpu import block, on_device, read
 
 MOST_TOKENS = 16  # more are faster in chunks
-SQUARINGS = tl.constexpr(24)
 
 
-@triton.jit
-def _top_eigenvalue(gram, W: tl.constexpr):
-    """Largest eigenvalue of a semidefinite `[W, W]`, by squaring until only the top direction is left."""
-    a, b = tl.arange(0, W)[:, None], tl.arange(0, W)[None, :]
-    power = gram
-    for _ in range(SQUARINGS):
-        largest = tl.max(tl.max(tl.where(a == b, power, 0.0), 1), 0)  # of a semidefinite matrix: on its diagonal
-        power = power * (1.0 / tl.maximum(largest, 1e-30))
-        power = tl.sum(tl.expand_dims(power, 2) * tl.expand_dims(power, 0), 1)
-    weight = tl.max(tl.where(a == b, power, 0.0), 1)
-    best = tl.argmax(weight, 0)
-    u = tl.sum(tl.where(b == best, power, 0.0), 1)
-    u = u / tl.sqrt(tl.maximum(tl.sum(u * u, 0), 1e-30))
-    return tl.sum(tl.sum(gram * u[None, :], 1) * u, 0)
+@triton.jit(do_not_specialize=["tokens", "rows"])
+def _window_energies(
+    x,
+    energy,
+    tokens,
+    heads,
+    rows,
+    K: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Top eigenvalue of the Gram matrix of every token's window, `[N, T, H]`."""
+    g, d = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
+    n, token_head = g // (tokens * heads), g % (tokens * heads)
+    pair = n * (tokens + WINDOW - 1) * heads + token_head
+    inside = (g < rows)[:, None] & (d < K)[None, :]
+    a, b = tl.arange(0, BLOCK_W)[None, :, None], tl.arange(0, BLOCK_W)[None, None, :]
+    gram = tl.zeros([ROWS, BLOCK_W, BLOCK_W], tl.float32)
+    for i in tl.static_range(WINDOW):
+        left = read(x + (pair + i * heads)[:, None] * K + d[None, :], inside).to(tl.float32)
+        for j in tl.static_range(i, WINDOW):
+            right = read(x + (pair + j * heads)[:, None] * K + d[None, :], inside).to(tl.float32)
+            here = ((a == i) & (b == j)) | ((a == j) & (b == i))
+            gram += tl.where(here, tl.sum(left * right, 1)[:, None, None], 0.0)
+    tl.store(energy + g, top_direction(gram, BLOCK_W)[0], mask=g < rows)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -52,6 +64,7 @@ def _steps(
     other,
     known,
     count,
+    energies,
     real,
     S,
     new_S,
@@ -64,7 +77,6 @@ def _steps(
     K: tl.constexpr,
     V: tl.constexpr,
     WINDOW: tl.constexpr,
-    BLOCK_W: tl.constexpr,
     REGRESSION: tl.constexpr,
     PER_COLUMN: tl.constexpr,
     DECAY_FIRST: tl.constexpr,
@@ -81,7 +93,6 @@ def _steps(
     sequence_head = tl.program_id(1).to(tl.int64)
     n, h = sequence_head // heads, sequence_head % heads
     d, c = tl.arange(0, BLOCK_K), tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    a, b = tl.arange(0, BLOCK_W)[:, None], tl.arange(0, BLOCK_W)[None, :]
     inside = (d < K)[:, None] & (c < V)[None, :]
     at = sequence_head * K * V + d[:, None] * V + c[None, :]
     old = tl.load(S + at, mask=inside, other=0.0)
@@ -98,23 +109,15 @@ def _steps(
         writes = alive & (t >= begin)
         row = read(q + token * K + d, (d < K) & alive).to(tl.float32) * scale
         if GATED:
-            energy = 0.0
-            if (DIVIDE or COUPLED) and REGRESSION and WINDOW > 1:
-                gram = tl.zeros([BLOCK_W, BLOCK_W], tl.float32)
-                for i in tl.static_range(WINDOW):
-                    left = read(x + (pair + i * heads) * K + d, (d < K) & (writes | (i < WINDOW - 1))).to(tl.float32)
-                    for j in tl.static_range(i, WINDOW):
-                        ok = (d < K) & (writes | (j < WINDOW - 1))
-                        right = read(x + (pair + j * heads) * K + d, ok).to(tl.float32)
-                        here = ((a == i) & (b == j)) | ((a == j) & (b == i))
-                        gram += tl.where(here, tl.sum(left * right, 0), 0.0)
-                energy = _top_eigenvalue(gram, BLOCK_W)
+            summed = 0.0
+            if energies is not None:
+                summed = tl.load(energies + token)
             elif DIVIDE or COUPLED:
                 for i in tl.static_range(WINDOW):
                     key = read(x + (pair + i * heads) * K + d, (d < K) & (writes | (i < WINDOW - 1))).to(tl.float32)
-                    energy += tl.sum(key * key, 0)
+                    summed += tl.sum(key * key, 0)
             pairs = tl.minimum(tl.maximum(before + t + 1 - begin, 1), WINDOW).to(tl.float32)
-            energy = energy / pairs
+            energy = summed / pairs
             lam = read(other + token, alive).to(tl.float32)
             if COUPLED:
                 lam = lam * energy
@@ -166,14 +169,15 @@ def _run(
     other: Tensor | None,
     known: Tensor | None,
     count: Tensor | None,
+    energies: Tensor | None,
     mask: Tensor | None,
     S: Tensor,
     window: int,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     (batch, tokens, heads, k_size), v_size = q.shape, values.shape[3]
-    given = (q, x, values, gain, other, known, count, mask)
-    q, x, values, gain, other, known, count, mask = (t if t is None else t.contiguous() for t in given)
+    given = (q, x, values, gain, other, known, count, energies, mask)
+    q, x, values, gain, other, known, count, energies, mask = (t if t is None else t.contiguous() for t in given)
     S = S.contiguous()
     new_S = S if may_overwrite_states() else torch.empty_like(S)
     o = values.new_empty(batch, tokens, heads, v_size)
@@ -188,6 +192,7 @@ def _run(
             other,
             known,
             count,
+            energies,
             mask,
             S,
             new_S,
@@ -197,7 +202,6 @@ def _run(
             K=k_size,
             V=v_size,
             WINDOW=window,
-            BLOCK_W=triton.next_power_of_2(window),
             MASKED=mask is not None,
             BLOCK_K=block_k,
             BLOCK_V=block_v,
@@ -245,7 +249,7 @@ def steps(
         "scale": scale,
         "SHIFTED": False,
     }
-    return _run(q, k, v, strength, log_decay, None, None, mask, S, 1, **options, **gates)
+    return _run(q, k, v, strength, log_decay, None, None, None, mask, S, 1, **options, **gates)
 
 
 def falcon_steps(
@@ -269,6 +273,7 @@ def falcon_steps(
         ridge,
         state.has_key,
         state.count,
+        _energies(x, q, options),
         mask,
         state.S,
         window,
@@ -299,6 +304,28 @@ def falcon_steps(
         tail_x, tail_v = select(writes, tail_x, state.tail_x), select(writes, tail_v, state.tail_v)
         written = writes.long()
     return o, FalconState(S, key, has_key, tail_x, tail_v, (state.count + written).clamp(max=window - 1))
+
+
+def _energies(x: Tensor, q: Tensor, options: Options) -> Tensor | None:
+    """falcon3's energies before they are divided by the number of pairs `[N, T, H]`; None where the step sums them itself."""
+    if not (options.needs_energy and options.rule.regression and options.window > 1):
+        return None
+    (batch, tokens, heads, k_size), x = q.shape, x.contiguous()
+    energies, few = q.new_empty(batch, tokens, heads, dtype=torch.float32), 8
+    with on_device(x):
+        _window_energies[(triton.cdiv(energies.numel(), few),)](
+            x,
+            energies,
+            tokens,
+            heads,
+            energies.numel(),
+            K=k_size,
+            WINDOW=options.window,
+            BLOCK_W=triton.next_power_of_2(options.window),
+            BLOCK_K=block(k_size),
+            ROWS=few,
+        )
+    return energies
 
 
 def _pairs(k: Tensor, v: Tensor, state: FalconState, options: Options) -> tuple[Tensor, Tensor]:

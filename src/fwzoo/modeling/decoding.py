@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from ..kernels.contract import overwriting_states
+from ..kernels.contract import overwriting_states, triton_cannot_run
 from .cache import FastWeightCache, FastWeightLayer
 
 logger = logging.get_logger("fwzoo")
@@ -69,6 +69,7 @@ class GraphedStep:
             and not hasattr(model, "hf_device_map")
             and all(layer.tensors and not layer.record_past for layer in cache.layers)
             and model.get_decoder().steps_alike()
+            and capturable(model)
         )
 
     def __call__(self, step: Step, input_ids: Tensor, mask: Tensor | None, cache: FastWeightCache) -> Tensor | None:
@@ -88,6 +89,13 @@ class GraphedStep:
                     return None
             self._last = self._graphs[key]
         return self._last.replay(input_ids, mask, cache)
+
+
+def capturable(model: Any) -> bool:
+    """Whether the operators run as Triton kernels here: the plain levels may wait for the device, which no graph can."""
+    config, weight = model.config, next(model.parameters())
+    q, v = (weight.new_empty(1, 1, 1, size) for size in (config.head_dim, config.value_head_dim))
+    return config.kernel_level in ("auto", "triton") and triton_cannot_run((q, q, v)) is None
 
 
 def _shapes(cache: FastWeightCache) -> tuple[Any, ...]:
