@@ -289,21 +289,19 @@ def falcon_steps(
         decay_floor=options.decay_floor,
         scale=1.0,
     )
-    key, real = k[:, -1], None if mask is None else mask[:, 0]
-    first = (~state.has_key).long() if window > 1 and shifted else 0
+    real = None if mask is None else mask[:, 0]
+    tail_x, tail_v, count = state.tail_x, state.tail_v, state.count
+    if window > 1:  # before has_key is overwritten
+        written = q.shape[1] - ((~state.has_key).long() if shifted else torch.zeros_like(count))
+        new_x, new_v = x[:, 1 - window :], values[:, 1 - window :]
+        if q.shape[1] == 1:
+            writes = written > 0 if real is None else (written > 0) & real
+            new_x, new_v, written = select(writes, new_x, tail_x), select(writes, new_v, tail_v), writes.long()
+        tail_x, tail_v, count = new_x, new_v, (count + written).clamp(max=window - 1)
     if real is not None:
-        key, has_key = select(real, key, state.key), state.has_key | real
-    else:
-        has_key = (state.has_key if may_overwrite_states() else torch.empty_like(state.has_key)).fill_(True)
-    if window == 1:
-        return o, FalconState(S, key, has_key, state.tail_x, state.tail_v, state.count)
-    tail_x, tail_v, written = x[:, 1 - window :], values[:, 1 - window :], q.shape[1] - first
-    if q.shape[1] == 1:
-        writes = torch.ones_like(state.has_key) if not shifted else first == 0
-        writes = writes if real is None else writes & real
-        tail_x, tail_v = select(writes, tail_x, state.tail_x), select(writes, tail_v, state.tail_v)
-        written = writes.long()
-    return o, FalconState(S, key, has_key, tail_x, tail_v, (state.count + written).clamp(max=window - 1))
+        return o, FalconState(S, select(real, k[:, -1], state.key), state.has_key | real, tail_x, tail_v, count)
+    has_key = (state.has_key if may_overwrite_states() else torch.empty_like(state.has_key)).fill_(True)
+    return o, FalconState(S, k[:, -1], has_key, tail_x, tail_v, count)
 
 
 def _energies(x: Tensor, q: Tensor, options: Options) -> Tensor | None:
