@@ -305,6 +305,18 @@ def compare(
 
 
 @app.command()
+def selftest(
+    op: Annotated[str | None, typer.Option(help="Only this operator, for example falcon.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda (default: cuda where there is one).")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Compare every kernel with its definition on this machine, and say whether it is right."""
+    from fwzoo.commands.selftest import run
+
+    raise typer.Exit(run(op, device, json))
+
+
+@app.command()
 def archs() -> None:
     """List the registered architectures."""
     from fwzoo.commands.info import archs

@@ -5,6 +5,7 @@ Axis letters: N sequences, P = window - 1 past tokens, F head size; the others a
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import NamedTuple
 
@@ -57,13 +58,20 @@ def rotary(x: Tensor, positions: Tensor, theta: float, scaled: ScaledRotary | No
     if scaled is None:
         frequencies = 1 / theta ** (torch.arange(0, size, 2, dtype=dtype, device=x.device) / size)
     else:
-        frequencies = torch.tensor(scaled.frequencies, dtype=dtype, device=x.device)
+        frequencies = _on_device(scaled.frequencies, dtype, x.device)
     angles = positions[..., None, None].to(dtype) * frequencies
     cos, sin = angles.cos(), angles.sin()
     if scaled is not None:
         cos, sin = cos * scaled.factor, sin * scaled.factor
     a, b = x.to(dtype).chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _on_device(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Constants, copied once: a copy makes the CPU wait and cannot be part of a CUDA graph."""
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, dtype=dtype, device=device)
 
 
 def window_attention(

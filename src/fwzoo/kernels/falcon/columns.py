@@ -1,0 +1,544 @@
+"""Triton kernels of falcon2a: linear attention with one step and one decay for every value column.
+
+Within a chunk, with log-decay prefix u_tv of column v and b_jv = eta_jv v_jv,
+
+    o_tv = exp(u_tv) (S_0^T q_t)_v + sum_{j <= t} (q_t . x_j) exp(u_tv - u_jv) b_jv
+
+by halving: on every level the right half of a block reads the left half, both rescaled to the border between them by factors
+F <= 1, so the work is one matrix product F * ((q x^T, masked) @ (F * b)) a level and no [C, C, V] tensor exists. Segments,
+states and the two directions are those of `associative.py`. A program holds a block of value columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..associative import CUTS, FIXED, _segment, cut, scan
+from ..gpu import block, dot, key_pointers, on_device, read, row_of, value_pointers
+from ..ranks import CHUNK, Ranks
+from .rules import Options
+
+CUTS.update(
+    {
+        "column states": ((8192, 4, 2), (4096, 4, 1)),
+        "column values": ((8192, 8, 2), (4096, 4, 1)),
+        "column keys": ((8192, 8, 1), (4096, 4, 1)),
+    }
+)
+
+
+@triton.jit
+def _columns(
+    beta,
+    strength,
+    upto,
+    upto_low,
+    row,
+    token,
+    at,
+    dv,
+    decay_floor,
+    V: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Gain, step, unclamped and clamped decay of every token and column, `[C, BV]`, and the chunk's row factors."""
+    e = tl.arange(0, C)
+    inverse = tl.load(strength + at + e)[:, None]
+    kept, pull = tl.load(upto + at + e)[:, None], tl.load(upto_low + at + e)[:, None]
+    gain = read(beta + row[:, None] * V + dv[None, :], token[:, None] & (dv < V)[None, :]).to(tl.float32)
+    if DIVIDE:
+        raw = kept + (1.0 - gain) * pull
+    else:
+        raw = 1.0 - gain * pull
+    return gain, gain * inverse, raw, tl.maximum(raw, decay_floor), inverse, pull
+
+
+@triton.jit
+def _sums(log_decay, LOW: tl.constexpr):
+    """Prefix sums over the chunk, in float64 where float32 results are wanted to the last digits."""
+    if LOW:
+        log_decay = log_decay.to(tl.float64)
+    return tl.cumsum(log_decay, 0)
+
+
+@triton.jit
+def _last(u, C: tl.constexpr):
+    """Last row of `[C, BV]`."""
+    return tl.sum(tl.where(tl.arange(0, C)[:, None] == C - 1, u, 0.0), 0)
+
+
+@triton.jit
+def _to_border(u, read_u, HALF: tl.constexpr, C: tl.constexpr, BV: tl.constexpr):
+    """F of one level: decay between each row and the border of its block."""
+    e = tl.arange(0, C)[:, None] + tl.zeros([C, BV], tl.int32)
+    border = tl.gather(u, (e // (2 * HALF)) * (2 * HALF) + HALF - 1, 0)
+    difference = tl.where((e // HALF) % 2 == 1, read_u - border, border - u).to(tl.float32)
+    return tl.exp(tl.minimum(difference, 0.0))
+
+
+@triton.jit
+def _crosses(later, earlier, HALF: tl.constexpr):
+    """Whether row `later` is in the right half and row `earlier` in the left half of one block."""
+    both = later ^ earlier
+    return (later > earlier) & (both >= HALF) & (both < 2 * HALF)
+
+
+@triton.jit(do_not_specialize=FIXED)
+def _column_states(
+    left,
+    head_x,
+    right,
+    head_v,
+    beta,
+    first,
+    strength,
+    upto,
+    upto_low,
+    state,
+    total,
+    docs,
+    segment_doc,
+    rows,
+    decay_floor,
+    T,
+    NC,
+    NS,
+    SEG,
+    H,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    SHIFT: tl.constexpr,
+    AFTER: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    BACK: tl.constexpr,
+    LOW: tl.constexpr,
+    PLAIN: tl.constexpr,
+    MASKED: tl.constexpr,
+    C: tl.constexpr,
+):
+    """What the pairs of a segment (BACK: its queries and output gradients) add to the state at its end (BACK: start)."""
+    q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    n, start, length, chunk, begin, end = _segment(q, docs, segment_doc, T, NC, NS, SEG, PLAIN, C)
+    e, dk = tl.arange(0, C), tl.arange(0, BK)
+    dv = tl.program_id(1) * BV + tl.arange(0, BV)
+    S = tl.zeros([BK, BV], tl.float32)
+    sum_u = tl.zeros([BV], tl.float32)
+    missing = tl.load(first + n)
+    for step in range(begin, end):
+        i = step
+        if BACK:
+            i = begin + end - 1 - step
+        r = i * C + e
+        at = ((chunk + i) * H + h) * C
+        token = r < length
+        row = row_of(rows, start, r, token, MASKED) * H + h
+        gain, eta, raw, gamma, inverse, pull = _columns(
+            beta, strength, upto, upto_low, row, token, at, dv, decay_floor, V, DIVIDE, C
+        )
+        log_decay = tl.log(gamma)
+        u = _sums(log_decay, LOW)
+        u_end = tl.sum(log_decay.to(u.dtype), 0)
+        if BACK:
+            w = u
+            if not AFTER:
+                w = u - log_decay
+            w = tl.exp(w.to(tl.float32))
+            lp, rp, lok, rok = left + row * K, right + row * V, token, token
+        else:
+            w = eta * tl.exp(tl.minimum((u_end[None, :] - u).to(tl.float32), 0.0))
+            lp, lok = key_pointers(left, head_x, rows, n, start, length, h, r, H, K, 1, SHIFT, MASKED)
+            rp, rok = value_pointers(right, head_v, rows, n, start, length, missing, h, r, H, V, 1, SHIFT, MASKED)
+        x = read(lp[:, None] + dk[None, :], lok[:, None] & (dk < K)[None, :])
+        y = read(rp[:, None] + dv[None, :], rok[:, None] & (dv < V)[None, :])
+        S = S * tl.exp(u_end.to(tl.float32))[None, :] + dot(tl.trans(x), (y.to(tl.float32) * w).to(x.dtype))
+        sum_u += u_end.to(tl.float32)
+    own = state + ((q * H + h) * K + dk)[:, None] * V + dv[None, :]
+    tl.store(own, S, mask=(dk < K)[:, None] & (dv < V)[None, :])
+    tl.store(total + (q * H + h) * V + dv, sum_u, mask=dv < V)
+
+
+@triton.jit(do_not_specialize=FIXED)
+def _column_values(
+    query,
+    k,
+    head_x,
+    v,
+    head_v,
+    beta,
+    d_o,
+    o,
+    first,
+    strength,
+    upto,
+    upto_low,
+    state,
+    before,
+    product,
+    out,
+    head_out,
+    d_beta,
+    d_strength,
+    d_decay,
+    docs,
+    segment_doc,
+    rows,
+    decay_floor,
+    T,
+    NC,
+    NS,
+    SEG,
+    M,
+    H,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    LEVELS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    AFTER: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    BACK: tl.constexpr,
+    LOW: tl.constexpr,
+    PLAIN: tl.constexpr,
+    MASKED: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Outputs of a segment from the state before it. BACK, from its end: gradients of values and gains.
+
+    BACK: `state` is the gradient after the segment; `before` the state before it (a segment is one chunk where LOW needs it);
+    `product` the sum over rows of state times gradient at its end.
+    """
+    q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    n, start, length, chunk, begin, end = _segment(q, docs, segment_doc, T, NC, NS, SEG, PLAIN, C)
+    part = tl.program_id(1).to(tl.int64)
+    e, dk = tl.arange(0, C), tl.arange(0, BK)
+    dv = tl.program_id(1) * BV + tl.arange(0, BV)
+    in_k, in_v = (dk < K)[None, :], (dv < V)[None, :]
+    own = ((q * H + h) * K + dk)[:, None] * V + dv[None, :]
+    S = tl.load(state + own, mask=(dk < K)[:, None] & in_v, other=0.0)
+    crossing = tl.zeros([BV], tl.float32)
+    if BACK and not LOW:
+        crossing = tl.load(product + (q * H + h) * V + dv, mask=dv < V, other=0.0)
+    missing = tl.load(first + n)
+    for step in range(begin, end):
+        i = step
+        if BACK:
+            i = begin + end - 1 - step
+        r = i * C + e
+        at = ((chunk + i) * H + h) * C
+        token = r < length
+        row = row_of(rows, start, r, token, MASKED) * H + h
+        gain, eta, raw, gamma, inverse, pull = _columns(
+            beta, strength, upto, upto_low, row, token, at, dv, decay_floor, V, DIVIDE, C
+        )
+        log_decay = tl.log(gamma)
+        u = _sums(log_decay, LOW)
+        u_end = tl.sum(log_decay.to(u.dtype), 0)
+        read_u = u
+        if not AFTER:
+            read_u = u - log_decay
+        from_start = tl.exp(read_u.to(tl.float32))
+        to_end = tl.exp(tl.minimum((u_end[None, :] - u).to(tl.float32), 0.0))
+        xp, xok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, 1, SHIFT, MASKED)
+        vp, vok = value_pointers(v, head_v, rows, n, start, length, missing, h, r, H, V, 1, SHIFT, MASKED)
+        a = read(query + row[:, None] * K + dk[None, :], token[:, None] & in_k)
+        x = read(xp[:, None] + dk[None, :], xok[:, None] & in_k)
+        y = read(vp[:, None] + dv[None, :], vok[:, None] & in_v).to(tl.float32)
+        b = y * eta
+        if BACK:
+            g = read(d_o + row[:, None] * V + dv[None, :], token[:, None] & in_v).to(tl.float32)
+            scores = dot(x, tl.trans(a))  # [j, t]
+            carried = dot(x, S.to(x.dtype)) * to_end
+            given = g
+        else:
+            scores = dot(a, tl.trans(x))  # [t, j]
+            carried = dot(a, S.to(a.dtype)) * from_start
+            given = b
+        found = carried
+        if AFTER:
+            found += tl.sum(tl.where(e[:, None] == e[None, :], scores, 0.0), 1)[:, None] * given
+        if BACK and LOW:
+            # log-decay s lies between what is written before s and read from s on: add exactly those pairs
+            S_before = tl.load(before + own, mask=(dk < K)[:, None] & in_v, other=0.0)
+            reads = dot(a, S_before) * from_start * g
+            if AFTER:
+                d_log_decay = tl.cumsum(reads, 0, reverse=True)
+            else:
+                d_log_decay = tl.cumsum(reads, 0, reverse=True) - reads
+            d_log_decay += tl.cumsum(carried * b, 0) - carried * b
+            d_log_decay += (tl.sum(S_before * S, 0) * tl.exp(u_end.to(tl.float32)))[None, :]
+            forward_scores = dot(a, tl.trans(x))
+        for level in tl.static_range(LEVELS):
+            F = _to_border(u, read_u, 1 << level, C, BV)
+            if BACK:
+                crossed = tl.where(_crosses(e[None, :], e[:, None], 1 << level), scores, 0.0)
+            else:
+                crossed = tl.where(_crosses(e[:, None], e[None, :], 1 << level), scores, 0.0)
+            more = F * dot(crossed.to(a.dtype), F * given)
+            found += more
+            if BACK and LOW:
+                crossed = tl.where(_crosses(e[:, None], e[None, :], 1 << level), forward_scores, 0.0)
+                pairs = more * b + F * dot(crossed, F * b) * g
+                # a right row decays after the border up to itself (or the row before), a left row after itself up to the border
+                s, t = e[:, None], e[None, :]
+                same, right = s // (1 << level) == t // (1 << level), (t // (1 << level)) % 2 == 1
+                between = same & tl.where(right, t - s >= 1 - AFTER, s > t)
+                # the border row itself belongs to the left half, and is decayed for every row left of it
+                d_log_decay += dot(tl.where(between, 1.0, 0.0), pairs)
+        if BACK:
+            op, ok = value_pointers(out, head_out, rows, n, start, length, missing, h, r, H, V, 1, SHIFT, MASKED)
+            tl.store(op[:, None] + dv[None, :], found * eta, mask=ok[:, None] & in_v)
+            if not LOW:
+                answer = read(o + row[:, None] * V + dv[None, :], token[:, None] & in_v).to(tl.float32) * g
+                rest = answer - found * b
+                d_log_decay = tl.cumsum(rest, 0, reverse=True) + crossing[None, :]
+                if not AFTER:
+                    d_log_decay -= answer
+                crossing += tl.sum(rest, 0)
+            d_eta = found * y
+            d_gamma = tl.where(raw >= decay_floor, d_log_decay / gamma, 0.0)
+            d_gain = d_eta * inverse - d_gamma * pull
+            tl.store(d_beta + row[:, None] * V + dv[None, :], d_gain, mask=token[:, None] & in_v)
+            tl.store(d_strength + part * M * H * C + at + e, tl.sum(gain * d_eta, 1))
+            tl.store(d_decay + part * M * H * C + at + e, tl.sum(gain * d_gamma, 1))
+            kept = tl.exp(u_end.to(tl.float32))[None, :]
+            S = S * kept + dot(tl.trans(a), (g * from_start).to(a.dtype))
+        else:
+            tl.store(out + row[:, None] * V + dv[None, :], found, mask=token[:, None] & in_v)
+            kept = tl.exp(u_end.to(tl.float32))[None, :]
+            S = S * kept + dot(tl.trans(x), (b * to_end).to(a.dtype))
+
+
+@triton.jit(do_not_specialize=[*FIXED, "STEP", "HEAD_STEP"])
+def _column_keys(
+    query,
+    k,
+    head_x,
+    v,
+    head_v,
+    beta,
+    d_o,
+    first,
+    strength,
+    upto,
+    upto_low,
+    state,
+    out,
+    head_out,
+    docs,
+    segment_doc,
+    rows,
+    decay_floor,
+    T,
+    NC,
+    NS,
+    SEG,
+    STEP,
+    HEAD_STEP,
+    H,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    LEVELS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    AFTER: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    BACK: tl.constexpr,
+    LOW: tl.constexpr,
+    PLAIN: tl.constexpr,
+    MASKED: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Gradient of the queries from the states before segments. BACK: of the keys, from the gradients of the states after them.
+
+    The state is held transposed, `[BV, BK]`. Every block of columns has its own result, STEP (HEAD_STEP) elements after the last.
+    """
+    q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    n, start, length, chunk, begin, end = _segment(q, docs, segment_doc, T, NC, NS, SEG, PLAIN, C)
+    part = tl.program_id(1).to(tl.int64)
+    e, dk = tl.arange(0, C), tl.arange(0, BK)
+    dv = tl.program_id(1) * BV + tl.arange(0, BV)
+    in_k, in_v = (dk < K)[None, :], (dv < V)[None, :]
+    own = (q * H + h) * K * V + dv[:, None] + dk[None, :] * V
+    S = tl.load(state + own, mask=(dv < V)[:, None] & in_k, other=0.0)
+    missing = tl.load(first + n)
+    for step in range(begin, end):
+        i = step
+        if BACK:
+            i = begin + end - 1 - step
+        r = i * C + e
+        at = ((chunk + i) * H + h) * C
+        token = r < length
+        row = row_of(rows, start, r, token, MASKED) * H + h
+        gain, eta, raw, gamma, inverse, pull = _columns(
+            beta, strength, upto, upto_low, row, token, at, dv, decay_floor, V, DIVIDE, C
+        )
+        log_decay = tl.log(gamma)
+        u = _sums(log_decay, LOW)
+        u_end = tl.sum(log_decay.to(u.dtype), 0)
+        read_u = u
+        if not AFTER:
+            read_u = u - log_decay
+        xp, xok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, 1, SHIFT, MASKED)
+        vp, vok = value_pointers(v, head_v, rows, n, start, length, missing, h, r, H, V, 1, SHIFT, MASKED)
+        y = read(vp[:, None] + dv[None, :], vok[:, None] & in_v)
+        dtype = y.dtype
+        b = y.to(tl.float32) * eta
+        g = read(d_o + row[:, None] * V + dv[None, :], token[:, None] & in_v).to(tl.float32)
+        g_start = (g * tl.exp(read_u.to(tl.float32))).to(dtype)
+        b_end = (b * tl.exp(tl.minimum((u_end[None, :] - u).to(tl.float32), 0.0))).to(dtype)
+        scores = tl.zeros([C, C], tl.float32)
+        for level in tl.static_range(LEVELS):
+            F = _to_border(u, read_u, 1 << level, C, BV)
+            left, right = (F * g).to(dtype), (F * b).to(dtype)
+            if BACK:
+                scores += tl.where(_crosses(e[None, :], e[:, None], 1 << level), dot(right, tl.trans(left)), 0.0)
+            else:
+                scores += tl.where(_crosses(e[:, None], e[None, :], 1 << level), dot(left, tl.trans(right)), 0.0)
+        if AFTER:
+            scores += tl.where(e[:, None] == e[None, :], tl.sum(g * b, 1)[:, None], 0.0)
+        kept = tl.exp(u_end.to(tl.float32))[:, None]
+        if BACK:
+            z = read(query + row[:, None] * K + dk[None, :], token[:, None] & in_k)
+            found = dot(b_end, S.to(dtype)) + dot(scores.to(dtype), z)
+            S = S * kept + dot(tl.trans(g_start), z)
+            op, ok = key_pointers(
+                out + part * STEP, head_out + part * HEAD_STEP, rows, n, start, length, h, r, H, K, 1, SHIFT, MASKED
+            )
+        else:
+            z = read(xp[:, None] + dk[None, :], xok[:, None] & in_k)
+            found = dot(g_start, S.to(dtype)) + dot(scores.to(dtype), z)
+            S = S * kept + dot(tl.trans(b_end), z)
+            op, ok = out + part * STEP + row * K, token
+        tl.store(op[:, None] + dk[None, :], found, mask=ok[:, None] & in_k)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """One call of falcon2a: inputs `[B, T, H, .]` (contiguous), gates of `prepass.gates`, tables and options."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    head_x: Tensor
+    head_v: Tensor
+    first: Tensor
+    found: Tensor
+    ranks: Ranks
+    options: Options
+
+    @property
+    def _wide(self) -> bool:
+        return self.q.dtype == torch.float32
+
+    def _common(self) -> dict[str, Any]:
+        ranks, options = self.ranks, self.options
+        return {
+            "first": self.first,
+            "strength": self.found[0],
+            "upto": self.found[1],
+            "upto_low": self.found[2],
+            "beta": self.beta,
+            "decay_floor": options.decay_floor,
+            "docs": ranks.docs,
+            "segment_doc": ranks.segment_doc,
+            "rows": ranks.rows,
+            "T": ranks.tokens,
+            "NC": ranks.chunks // ranks.documents,
+            "NS": ranks.segments // ranks.documents,
+            "SEG": ranks.segment,
+            "H": self.q.shape[2],
+            "K": self.k.shape[3],
+            "V": self.v.shape[3],
+            "BK": block(self.k.shape[3]),
+            "SHIFT": int(options.shifted),
+            "AFTER": int(options.read_after_write),
+            "DIVIDE": options.step == "beta",
+            "LOW": self._wide,
+            "PLAIN": ranks.docs is None,
+            "MASKED": ranks.rows is not None,
+            "C": CHUNK,
+        }
+
+    def _cut(self, kind: str) -> tuple[tuple[int, int], dict[str, int]]:
+        """Grid and launch options."""
+        columns, launch = cut(kind, self.k.shape[3], self.v.shape[3], self.k)
+        grid = (self.ranks.segments * self.q.shape[2], triton.cdiv(self.v.shape[3], columns))
+        return grid, {"BV": columns, **launch}
+
+    def _states(self, left: Tensor, right: Tensor, back: bool) -> tuple[Tensor, Tensor]:
+        segments, heads = self.ranks.segments, self.q.shape[2]
+        state = self.q.new_empty(segments, heads, self.k.shape[3], self.v.shape[3], dtype=torch.float32)
+        total = self.q.new_empty(segments, heads, self.v.shape[3], dtype=torch.float32)
+        grid, launch = self._cut("column states")
+        _column_states[grid](
+            left=left, head_x=self.head_x, right=right, head_v=self.head_v, state=state, total=total, BACK=back,
+            **self._common(), **launch,
+        )  # fmt: skip
+        return state, total
+
+    def _values(self, state: Tensor, back: bool, **tensors: Tensor | None) -> None:
+        names = ("d_o", "o", "before", "product", "out", "head_out", "d_beta", "d_strength", "d_decay")
+        grid, launch = self._cut("column values")
+        _column_values[grid](
+            query=self.q, k=self.k, head_x=self.head_x, v=self.v, head_v=self.head_v, state=state, BACK=back,
+            M=self.ranks.chunks, LEVELS=(CHUNK - 1).bit_length(), **{name: tensors.get(name) for name in names},
+            **self._common(), **launch,
+        )  # fmt: skip
+
+    def _keys(self, d_o: Tensor, state: Tensor, out: Tensor, head_out: Tensor, back: bool) -> tuple[Tensor, Tensor]:
+        """Into `out` and `head_out`, or the sum over blocks of columns in their place."""
+        grid, launch = self._cut("column keys")
+        parts, outs = grid[1], (out, head_out)
+        if parts > 1:
+            outs = tuple(x.new_zeros(parts, *x.shape, dtype=torch.float32) for x in outs)
+        _column_keys[grid](
+            query=self.q, k=self.k, head_x=self.head_x, v=self.v, head_v=self.head_v, d_o=d_o, state=state, out=outs[0],
+            head_out=outs[1], STEP=out.numel(), HEAD_STEP=head_out.numel(), LEVELS=(CHUNK - 1).bit_length(), BACK=back,
+            **self._common(), **launch,
+        )  # fmt: skip
+        return outs if parts == 1 else (outs[0].sum(0).to(out.dtype), outs[1].sum(0).to(head_out.dtype))
+
+    def forward(self, S: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Output, state after the last token, states before the segments and the segments' log-decay."""
+        o = torch.empty_like(self.v) if self.ranks.rows is None else torch.zeros_like(self.v)
+        with on_device(self.q):
+            states, total = self._states(self.k, self.v, False)
+            S, _ = scan(states, total, S, self.ranks)
+            self._values(states, False, out=o)
+        return o, S, states, total
+
+    def backward(
+        self, d_o: Tensor, o: Tensor, d_S: Tensor, S_end: Tensor, states: Tensor, total: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Gradients of q, k, v, beta, head_x, head_v, S, and beta times those of eta and gamma summed over columns."""
+        ranks, d_o = self.ranks, d_o.contiguous()
+        make = torch.empty_like if ranks.rows is None else torch.zeros_like
+        d_q, d_beta = make(self.q), make(self.beta)
+        d_k, d_v = (make(x) if ranks.docs is None else torch.zeros_like(x) for x in (self.k, self.v))
+        if self.options.shifted and ranks.docs is None:  # the last key and the first value may belong to no pair
+            d_k[:, -1], d_v[:, 0] = 0, 0
+        d_head_x, d_head_v = torch.zeros_like(self.head_x), torch.zeros_like(self.head_v)
+        parts = self._cut("column values")[0][1]
+        sums = self.q.new_empty(2, parts, ranks.chunks, self.q.shape[2], CHUNK, dtype=torch.float32)
+        with on_device(self.q):
+            d_states, _ = self._states(self.q, d_o, True)
+            d_S, product = scan(d_states, total, d_S, ranks, states, S_end)
+            d_q, _ = self._keys(d_o, states, d_q, d_head_x, False)
+            d_k, d_head_x = self._keys(d_o, d_states, d_k, d_head_x, True)
+            self._values(
+                d_states, True, d_o=d_o, o=o, before=states, product=product.sum(2), out=d_v, head_out=d_head_v,
+                d_beta=d_beta, d_strength=sums[0], d_decay=sums[1],
+            )  # fmt: skip
+        return d_q, d_k, d_v, d_beta, d_head_x, d_head_v, d_S, *sums.sum(1)
