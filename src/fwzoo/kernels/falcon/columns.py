@@ -62,26 +62,20 @@ def _columns(
 
 
 @triton.jit
-def _sums(log_decay, LOW: tl.constexpr):
-    """Prefix sums over the chunk, in float64 where float32 results are wanted to the last digits."""
-    if LOW:
-        log_decay = log_decay.to(tl.float64)
-    return tl.cumsum(log_decay, 0)
+def _decay_over(chosen, log_decay):
+    """exp of the sums of log-decays `[C, BV]` over chosen rows `[C, C]`: sums, never differences of sums."""
+    return tl.exp(tl.minimum(dot(tl.where(chosen, 1.0, 0.0).to(log_decay.dtype), log_decay), 0.0))
 
 
 @triton.jit
-def _last(u, C: tl.constexpr):
-    """Last row of `[C, BV]`."""
-    return tl.sum(tl.where(tl.arange(0, C)[:, None] == C - 1, u, 0.0), 0)
+def _between(row, other, HALF: tl.constexpr, AFTER: tl.constexpr):
+    """Whether the decay of row `other` lies between row `row` and the border of its block.
 
-
-@triton.jit
-def _to_border(u, read_u, HALF: tl.constexpr, C: tl.constexpr, BV: tl.constexpr):
-    """F of one level: decay between each row and the border of its block."""
-    e = tl.arange(0, C)[:, None] + tl.zeros([C, BV], tl.int32)
-    border = tl.gather(u, (e // (2 * HALF)) * (2 * HALF) + HALF - 1, 0)
-    difference = tl.where((e // HALF) % 2 == 1, read_u - border, border - u).to(tl.float32)
-    return tl.exp(tl.minimum(difference, 0.0))
+    A right row reads what has decayed after the border up to itself (or to the row before), a left row is decayed after itself
+    up to the border, the last row of its half.
+    """
+    right = (row // HALF) % 2 == 1
+    return (row // HALF == other // HALF) & tl.where(right, row - other >= 1 - AFTER, other > row)
 
 
 @triton.jit
@@ -146,22 +140,20 @@ def _column_states(
             beta, strength, upto, upto_low, row, token, at, dv, decay_floor, V, DIVIDE, C
         )
         log_decay = tl.log(gamma)
-        u = _sums(log_decay, LOW)
-        u_end = tl.sum(log_decay.to(u.dtype), 0)
+        u_end = tl.sum(log_decay, 0)
         if BACK:
-            w = u
-            if not AFTER:
-                w = u - log_decay
-            w = tl.exp(w.to(tl.float32))
             lp, rp, lok, rok = left + row * K, right + row * V, token, token
         else:
-            w = eta * tl.exp(tl.minimum((u_end[None, :] - u).to(tl.float32), 0.0))
             lp, lok = key_pointers(left, head_x, rows, n, start, length, h, r, H, K, 1, SHIFT, MASKED)
             rp, rok = value_pointers(right, head_v, rows, n, start, length, missing, h, r, H, V, 1, SHIFT, MASKED)
         x = read(lp[:, None] + dk[None, :], lok[:, None] & (dk < K)[None, :])
         y = read(rp[:, None] + dv[None, :], rok[:, None] & (dv < V)[None, :])
-        S = S * tl.exp(u_end.to(tl.float32))[None, :] + dot(tl.trans(x), (y.to(tl.float32) * w).to(x.dtype))
-        sum_u += u_end.to(tl.float32)
+        if BACK:
+            w = _decay_over(e[:, None] - e[None, :] >= 1 - AFTER, log_decay.to(x.dtype))
+        else:
+            w = eta * _decay_over(e[None, :] > e[:, None], log_decay.to(x.dtype))
+        S = S * tl.exp(u_end)[None, :] + dot(tl.trans(x), (y.to(tl.float32) * w).to(x.dtype))
+        sum_u += u_end
     own = state + ((q * H + h) * K + dk)[:, None] * V + dv[None, :]
     tl.store(own, S, mask=(dk < K)[:, None] & (dv < V)[None, :])
     tl.store(total + (q * H + h) * V + dv, sum_u, mask=dv < V)
@@ -242,19 +234,16 @@ def _column_values(
             beta, strength, upto, upto_low, row, token, at, dv, decay_floor, V, DIVIDE, C
         )
         log_decay = tl.log(gamma)
-        u = _sums(log_decay, LOW)
-        u_end = tl.sum(log_decay.to(u.dtype), 0)
-        read_u = u
-        if not AFTER:
-            read_u = u - log_decay
-        from_start = tl.exp(read_u.to(tl.float32))
-        to_end = tl.exp(tl.minimum((u_end[None, :] - u).to(tl.float32), 0.0))
+        u_end = tl.sum(log_decay, 0)
         xp, xok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, 1, SHIFT, MASKED)
         vp, vok = value_pointers(v, head_v, rows, n, start, length, missing, h, r, H, V, 1, SHIFT, MASKED)
         a = read(query + row[:, None] * K + dk[None, :], token[:, None] & in_k)
         x = read(xp[:, None] + dk[None, :], xok[:, None] & in_k)
         y = read(vp[:, None] + dv[None, :], vok[:, None] & in_v).to(tl.float32)
         b = y * eta
+        log_decay = log_decay.to(a.dtype)
+        from_start = _decay_over(e[:, None] - e[None, :] >= 1 - AFTER, log_decay)
+        to_end = _decay_over(e[None, :] > e[:, None], log_decay)
         if BACK:
             g = read(d_o + row[:, None] * V + dv[None, :], token[:, None] & in_v).to(tl.float32)
             scores = dot(x, tl.trans(a))  # [j, t]
@@ -276,10 +265,10 @@ def _column_values(
             else:
                 d_log_decay = tl.cumsum(reads, 0, reverse=True) - reads
             d_log_decay += tl.cumsum(carried * b, 0) - carried * b
-            d_log_decay += (tl.sum(S_before * S, 0) * tl.exp(u_end.to(tl.float32)))[None, :]
+            d_log_decay += (tl.sum(S_before * S, 0) * tl.exp(u_end))[None, :]
             forward_scores = dot(a, tl.trans(x))
         for level in tl.static_range(LEVELS):
-            F = _to_border(u, read_u, 1 << level, C, BV)
+            F = _decay_over(_between(e[:, None], e[None, :], 1 << level, AFTER), log_decay)
             if BACK:
                 crossed = tl.where(_crosses(e[None, :], e[:, None], 1 << level), scores, 0.0)
             else:
@@ -289,11 +278,7 @@ def _column_values(
             if BACK and LOW:
                 crossed = tl.where(_crosses(e[:, None], e[None, :], 1 << level), forward_scores, 0.0)
                 pairs = more * b + F * dot(crossed, F * b) * g
-                # a right row decays after the border up to itself (or the row before), a left row after itself up to the border
-                s, t = e[:, None], e[None, :]
-                same, right = s // (1 << level) == t // (1 << level), (t // (1 << level)) % 2 == 1
-                between = same & tl.where(right, t - s >= 1 - AFTER, s > t)
-                # the border row itself belongs to the left half, and is decayed for every row left of it
+                between = _between(e[None, :], e[:, None], 1 << level, AFTER)
                 d_log_decay += dot(tl.where(between, 1.0, 0.0), pairs)
         if BACK:
             op, ok = value_pointers(out, head_out, rows, n, start, length, missing, h, r, H, V, 1, SHIFT, MASKED)
@@ -311,11 +296,11 @@ def _column_values(
             tl.store(d_beta + row[:, None] * V + dv[None, :], d_gain, mask=token[:, None] & in_v)
             tl.store(d_strength + part * M * H * C + at + e, tl.sum(gain * d_eta, 1))
             tl.store(d_decay + part * M * H * C + at + e, tl.sum(gain * d_gamma, 1))
-            kept = tl.exp(u_end.to(tl.float32))[None, :]
+            kept = tl.exp(u_end)[None, :]
             S = S * kept + dot(tl.trans(a), (g * from_start).to(a.dtype))
         else:
             tl.store(out + row[:, None] * V + dv[None, :], found, mask=token[:, None] & in_v)
-            kept = tl.exp(u_end.to(tl.float32))[None, :]
+            kept = tl.exp(u_end)[None, :]
             S = S * kept + dot(tl.trans(x), (b * to_end).to(a.dtype))
 
 
@@ -385,22 +370,19 @@ def _column_keys(
             beta, strength, upto, upto_low, row, token, at, dv, decay_floor, V, DIVIDE, C
         )
         log_decay = tl.log(gamma)
-        u = _sums(log_decay, LOW)
-        u_end = tl.sum(log_decay.to(u.dtype), 0)
-        read_u = u
-        if not AFTER:
-            read_u = u - log_decay
+        u_end = tl.sum(log_decay, 0)
         xp, xok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, 1, SHIFT, MASKED)
         vp, vok = value_pointers(v, head_v, rows, n, start, length, missing, h, r, H, V, 1, SHIFT, MASKED)
         y = read(vp[:, None] + dv[None, :], vok[:, None] & in_v)
         dtype = y.dtype
         b = y.to(tl.float32) * eta
         g = read(d_o + row[:, None] * V + dv[None, :], token[:, None] & in_v).to(tl.float32)
-        g_start = (g * tl.exp(read_u.to(tl.float32))).to(dtype)
-        b_end = (b * tl.exp(tl.minimum((u_end[None, :] - u).to(tl.float32), 0.0))).to(dtype)
+        log_decay = log_decay.to(dtype)
+        g_start = (g * _decay_over(e[:, None] - e[None, :] >= 1 - AFTER, log_decay)).to(dtype)
+        b_end = (b * _decay_over(e[None, :] > e[:, None], log_decay)).to(dtype)
         scores = tl.zeros([C, C], tl.float32)
         for level in tl.static_range(LEVELS):
-            F = _to_border(u, read_u, 1 << level, C, BV)
+            F = _decay_over(_between(e[:, None], e[None, :], 1 << level, AFTER), log_decay)
             left, right = (F * g).to(dtype), (F * b).to(dtype)
             if BACK:
                 scores += tl.where(_crosses(e[None, :], e[:, None], 1 << level), dot(right, tl.trans(left)), 0.0)
@@ -408,7 +390,7 @@ def _column_keys(
                 scores += tl.where(_crosses(e[:, None], e[None, :], 1 << level), dot(left, tl.trans(right)), 0.0)
         if AFTER:
             scores += tl.where(e[:, None] == e[None, :], tl.sum(g * b, 1)[:, None], 0.0)
-        kept = tl.exp(u_end.to(tl.float32))[:, None]
+        kept = tl.exp(u_end)[:, None]
         if BACK:
             z = read(query + row[:, None] * K + dk[None, :], token[:, None] & in_k)
             found = dot(b_end, S.to(dtype)) + dot(scores.to(dtype), z)
