@@ -4,7 +4,7 @@ Within a chunk, with log-decay prefix u_tv of column v and b_jv = eta_jv v_jv,
 
     o_tv = exp(u_tv) (S_0^T q_t)_v + sum_{j <= t} (q_t . x_j) exp(u_tv - u_jv) b_jv
 
-by halving: on every level the right half of a block reads the left half, both rescaled to the border between them by factors
+by halving: on every level the right half (2^level rows) of a block reads the left half, both rescaled to the border between them by factors
 F <= 1, so the work is one matrix product F * ((q x^T, masked) @ (F * b)) a level and no [C, C, V] tensor exists. Segments,
 states and the two directions are those of `associative.py`. A program holds a block of value columns.
 """
@@ -68,21 +68,20 @@ def _decay_over(chosen, log_decay):
 
 
 @triton.jit
-def _between(row, other, HALF: tl.constexpr, AFTER: tl.constexpr):
+def _between(row, other, level, AFTER: tl.constexpr):
     """Whether the decay of row `other` lies between row `row` and the border of its block.
 
     A right row reads what has decayed after the border up to itself (or to the row before), a left row is decayed after itself
     up to the border, the last row of its half.
     """
-    right = (row // HALF) % 2 == 1
-    return (row // HALF == other // HALF) & tl.where(right, row - other >= 1 - AFTER, other > row)
+    half = row >> level
+    return (half == other >> level) & tl.where(half & 1 == 1, row - other >= 1 - AFTER, other > row)
 
 
 @triton.jit
-def _crosses(later, earlier, HALF: tl.constexpr):
+def _crosses(later, earlier, level):
     """Whether row `later` is in the right half and row `earlier` in the left half of one block."""
-    both = later ^ earlier
-    return (later > earlier) & (both >= HALF) & (both < 2 * HALF)
+    return (later > earlier) & ((later ^ earlier) >> level == 1)
 
 
 @triton.jit(do_not_specialize=FIXED)
@@ -267,18 +266,18 @@ def _column_values(
             d_log_decay += tl.cumsum(carried * b, 0) - carried * b
             d_log_decay += (tl.sum(S_before * S, 0) * tl.exp(u_end))[None, :]
             forward_scores = dot(a, tl.trans(x))
-        for level in tl.static_range(LEVELS):
-            F = _decay_over(_between(e[:, None], e[None, :], 1 << level, AFTER), log_decay)
+        for level in range(LEVELS):
+            F = _decay_over(_between(e[:, None], e[None, :], level, AFTER), log_decay)
             if BACK:
-                crossed = tl.where(_crosses(e[None, :], e[:, None], 1 << level), scores, 0.0)
+                crossed = tl.where(_crosses(e[None, :], e[:, None], level), scores, 0.0)
             else:
-                crossed = tl.where(_crosses(e[:, None], e[None, :], 1 << level), scores, 0.0)
+                crossed = tl.where(_crosses(e[:, None], e[None, :], level), scores, 0.0)
             more = F * dot(crossed.to(a.dtype), F * given)
             found += more
             if BACK and LOW:
-                crossed = tl.where(_crosses(e[:, None], e[None, :], 1 << level), forward_scores, 0.0)
+                crossed = tl.where(_crosses(e[:, None], e[None, :], level), forward_scores, 0.0)
                 pairs = more * b + F * dot(crossed, F * b) * g
-                between = _between(e[None, :], e[:, None], 1 << level, AFTER)
+                between = _between(e[None, :], e[:, None], level, AFTER)
                 d_log_decay += dot(tl.where(between, 1.0, 0.0), pairs)
         if BACK:
             op, ok = value_pointers(out, head_out, rows, n, start, length, missing, h, r, H, V, 1, SHIFT, MASKED)
@@ -381,13 +380,13 @@ def _column_keys(
         g_start = (g * _decay_over(e[:, None] - e[None, :] >= 1 - AFTER, log_decay)).to(dtype)
         b_end = (b * _decay_over(e[None, :] > e[:, None], log_decay)).to(dtype)
         scores = tl.zeros([C, C], tl.float32)
-        for level in tl.static_range(LEVELS):
-            F = _decay_over(_between(e[:, None], e[None, :], 1 << level, AFTER), log_decay)
+        for level in range(LEVELS):
+            F = _decay_over(_between(e[:, None], e[None, :], level, AFTER), log_decay)
             left, right = (F * g).to(dtype), (F * b).to(dtype)
             if BACK:
-                scores += tl.where(_crosses(e[None, :], e[:, None], 1 << level), dot(right, tl.trans(left)), 0.0)
+                scores += tl.where(_crosses(e[None, :], e[:, None], level), dot(right, tl.trans(left)), 0.0)
             else:
-                scores += tl.where(_crosses(e[:, None], e[None, :], 1 << level), dot(left, tl.trans(right)), 0.0)
+                scores += tl.where(_crosses(e[:, None], e[None, :], level), dot(left, tl.trans(right)), 0.0)
         if AFTER:
             scores += tl.where(e[:, None] == e[None, :], tl.sum(g * b, 1)[:, None], 0.0)
         kept = tl.exp(u_end)[:, None]
@@ -510,8 +509,8 @@ class Columns:
         make = torch.empty_like if ranks.rows is None else torch.zeros_like
         d_q, d_beta = make(self.q), make(self.beta)
         d_k, d_v = (make(x) if ranks.docs is None else torch.zeros_like(x) for x in (self.k, self.v))
-        if self.options.shifted and ranks.docs is None:  # the last key and the first value may belong to no pair
-            d_k[:, -1], d_v[:, 0] = 0, 0
+        if self.options.shifted and ranks.docs is None:  # the last key belongs to no pair
+            d_k[:, -1] = 0
         d_head_x, d_head_v = torch.zeros_like(self.head_x), torch.zeros_like(self.head_v)
         parts = self._cut("column values")[0][1]
         sums = self.q.new_empty(2, parts, ranks.chunks, self.q.shape[2], CHUNK, dtype=torch.float32)
