@@ -71,25 +71,20 @@ def _written(weights, upto, upto_low, at, e, W: tl.constexpr, LOW: tl.constexpr,
 
 
 @triton.jit
-def _mix(
-    full, near, high, low, s_high, s_low, t, s, TRANSPOSED: tl.constexpr, W: tl.constexpr, AFTER: tl.constexpr,
-    LOW: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """M: `[t, j]`, or `[j, t]` when TRANSPOSED. near: where the chunk's P begin. Vectors over tokens t and pairs s."""
-    if TRANSPOSED:
-        t, high, low = t[None, :], high[None, :], low[None, :]
-        j, full, s_high, s_low = s[:, None], full[:, None], s_high[:, None], s_low[:, None]
-    else:
-        t, high, low = t[:, None], high[:, None], low[:, None]
-        j, full, s_high, s_low = s[None, :], full[None, :], s_high[None, :], s_low[None, :]
+def _far(high, low, s_high, s_low, apart, W: tl.constexpr, LOW: tl.constexpr):
+    """exp(u_t - u_{j+W-1}) for pairs that were written whole, else 0. apart: last token that t reads, minus j."""
     difference = high - s_high
     if LOW:
         difference += low - s_low
-    apart = t - (1 - AFTER) - j
-    mix = tl.where(apart >= W - 1, full * tl.exp(tl.minimum(difference, 0.0)), 0.0)
+    return tl.where(apart >= W - 1, tl.exp(tl.minimum(difference, 0.0)), 0.0)
+
+
+@triton.jit
+def _with_near(mix, near, apart, s, PAIRS_AS_ROWS: tl.constexpr, W: tl.constexpr, C: tl.constexpr):
+    """Put P_jd near the diagonal into the far part of M. near: where the chunk's P begin, s: the slots of the pairs."""
     for d in tl.static_range(W - 1):
         p = tl.load(near + d * C + s)
-        if TRANSPOSED:
+        if PAIRS_AS_ROWS:
             mix = tl.where(apart == d, p[:, None], mix)
         else:
             mix = tl.where(apart == d, p[None, :], mix)
@@ -358,7 +353,9 @@ def _walk(
         low_end = u_end * 0.0
         if LOW:
             low_end = tl.load(upto_low + at + C - 1)
-        mix = _mix(full, weights + at * W, high, low, s_high, s_low, e, e, False, W, AFTER, LOW, C)
+        apart = e[:, None] - (1 - AFTER) - e[None, :]
+        mix = full[None, :] * _far(high[:, None], low[:, None], s_high[None, :], s_low[None, :], apart, W, LOW)
+        mix = _with_near(mix, weights + at * W, apart, e, False, W, C)
         scores = dot(a, tl.trans(x))
         if ONES:
             scores += tl.load(weight + at + e)[:, None]
@@ -489,11 +486,12 @@ def _walk_back(
         carried = dot(pair, dS.to(pair.dtype))
         if ONES:
             carried += dz[None, :]
+        distance = e[None, :] - (1 - AFTER) - e[:, None]
+        decay = _far(high[None, :], low[None, :], s_high[:, None], s_low[:, None], distance, W, LOW)
         if ALONE:  # the gradient of the strength is the product of the pair with what its strength multiplies
-            mix = _mix(full * 0.0 + 1.0, weights, high, low, s_high, s_low, e, e, True, W, AFTER, LOW, C)
-            found = to_end[:, None] * carried + dot((scores * mix).to(pair.dtype), value)
+            found = to_end[:, None] * carried + dot((scores * decay).to(pair.dtype), value)
         else:
-            mix = _mix(full, weights + at * W, high, low, s_high, s_low, e, e, True, W, AFTER, LOW, C)
+            mix = _with_near(full[:, None] * decay, weights + at * W, distance, e, True, W, C)
             found = (full * to_end)[:, None] * carried + dot((scores * mix).to(pair.dtype), value)
         if GATES:
             x = read(xp[:, None] + db[None, :], xok[:, None] & in_b)
@@ -507,13 +505,10 @@ def _walk_back(
                 found *= full[:, None]
             else:
                 pull = scores * dot(x, tl.trans(value))
-                distance = e[None, :] - (1 - AFTER) - e[:, None]
                 for d in tl.static_range(W - 1):
                     near = tl.sum(tl.where(distance == d, pull, 0.0), 1)
                     tl.store(close + (part * M * H * C + at) * (W - 1) + d * C + e, near)
-                # the far pairs: M without its weight, times the gradient of M
-                ones = _mix(full * 0.0 + 1.0, weights + at * W, high, low, s_high, s_low, e, e, True, W, AFTER, LOW, C)
-                pull = tl.where(distance >= W - 1, ones * pull, 0.0)
+                pull *= decay
                 written = tl.sum(x.to(tl.float32) * carried, 1) * to_end
                 tl.store(far + slot, tl.sum(pull, 1) + written)
                 if LOW:
