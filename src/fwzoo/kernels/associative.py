@@ -643,7 +643,7 @@ def _add_overlap(
 
 # elements of the state that a program holds, warps, pipeline stages: for 16-bit inputs, and for float32
 CUTS = {
-    "states": ((8192, 4, 2), (4096, 4, 1)),
+    "states": ((16384, 4, 1), (4096, 4, 1)),
     "values": ((8192, 4, 2), (4096, 4, 1)),
     "keys": ((8192, 4, 2), (4096, 4, 1)),
 }
@@ -660,7 +660,7 @@ def segment_length(chunks: int, heads: int, like: Tensor) -> int:
     if like.dtype == torch.float32:
         return 1
     length = 1
-    while length < 16 and chunks * heads >= 1024 * length:
+    while length < 32 and chunks * heads >= 512 * length:
         length *= 2
     return length
 

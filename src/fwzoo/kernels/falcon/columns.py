@@ -28,9 +28,9 @@ from .rules import Options
 CUTS.update(
     {
         "column states": ((8192, 4, 2), (4096, 4, 1)),
-        "column values": ((8192, 8, 1), (4096, 4, 1)),
-        "column scores": ((4096, 4, 1), (2048, 4, 1)),
-        "column keys": ((8192, 4, 2), (4096, 4, 1)),
+        "column values": ((8192, 4, 1), (4096, 4, 1)),
+        "column scores": ((8192, 8, 1), (2048, 4, 1)),
+        "column keys": ((8192, 8, 2), (4096, 4, 1)),
     }
 )
 

@@ -25,7 +25,7 @@ class Gates(NamedTuple):
 
     Attributes:
         found: `[4, M, H, C]`: strength, upto, upto_low, energy. With one gain a token, strength is eta / B, and upto and upto_low
-            are the two halves of the log-decay summed from the chunk's start. With a gain for every column, upto is kept and
+            are the two halves of the log-decay summed from the chunk's start (the second is 0 for 16-bit inputs). With a gain for every column, upto is kept and
             upto_low is pull, with eta = strength * beta and gamma = max(kept + (1 - beta) * pull, floor), or
             max(1 - beta * pull, floor) with `step="eta"`.
         vector: top eigenvector of falcon3's windows, `[B * T, H, W]` by first row plus rank.
@@ -146,6 +146,7 @@ def _gates(
     COLUMNS: tl.constexpr,
     DIVIDE: tl.constexpr,
     COUPLED: tl.constexpr,
+    LOW: tl.constexpr,
     PLAIN: tl.constexpr,
     MASKED: tl.constexpr,
     C: tl.constexpr,
@@ -196,10 +197,16 @@ def _gates(
         else:
             gamma = 1.0 - gain * pull
         tl.store(strength + at, gain * inverse / pairs)
-        wide = tl.cumsum(tl.log(tl.maximum(gamma, decay_floor)).to(tl.float64), 0)
-        high = wide.to(tl.float32)
+        log_decay = tl.log(tl.maximum(gamma, decay_floor))
+        if LOW:
+            wide = tl.cumsum(log_decay.to(tl.float64), 0)
+            high = wide.to(tl.float32)
+            low = (wide - high.to(tl.float64)).to(tl.float32)
+        else:
+            high = tl.cumsum(log_decay, 0)
+            low = tl.zeros([C], tl.float32)
         tl.store(upto + at, high)
-        tl.store(upto_low + at, (wide - high.to(tl.float64)).to(tl.float32))
+        tl.store(upto_low + at, low)
 
 
 @triton.jit(do_not_specialize=["T", "NC"])
@@ -403,6 +410,7 @@ def gates(
             eps=options.eps,
             decay_floor=options.decay_floor,
             ENERGY=energy,
+            LOW=k.dtype == torch.float32,
         )
     return Gates(out, vector)
 
