@@ -22,6 +22,7 @@ The normaliser z of linear attention is a column of ones behind v: `ONES`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -316,7 +317,7 @@ def _walk(
 ):
     """Outputs of a segment from the state before it. SWAP: `query` is d_o, keys and values change places, and out is d_q.
 
-    NORMALIZE: divide by seen + eps. INNER: also `against` . out, or where LOW, `against` . (the part of out that comes from the state).
+    NORMALIZE: divide by seen + eps. INNER: also `against` . (the part of out that comes from the state).
     """
     q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     n, start, length, chunk, begin, end = _segment(q, docs, segment_doc, T, NC, NS, SEG, PLAIN, C - W + 1)
@@ -379,7 +380,7 @@ def _walk(
             sum_x = sum_x * kept + tl.sum(y.to(tl.float32) * w[:, None], 0)
         if INNER:
             other = read(against + row[:, None] * B + db[None, :], token[:, None] & in_b).to(tl.float32)
-            found = tl.sum(other * (carried if LOW else o), 1)
+            found = tl.sum(other * carried, 1)
             tl.store(inner + tl.program_id(1).to(tl.int64) * M * H * C + at + e, found)
         tl.store(out + row[:, None] * B + db[None, :], o, mask=token[:, None] & in_b)
 
@@ -392,6 +393,7 @@ def _walk_back(
     v,
     head_v,
     d_o,
+    o,
     first,
     weights,
     upto,
@@ -401,6 +403,7 @@ def _walk_back(
     weight,
     inner,
     product,
+    d_energy,
     out,
     head_out,
     overlap,
@@ -410,6 +413,7 @@ def _walk_back(
     docs,
     segment_doc,
     rows,
+    eps,
     T,
     NC,
     NS,
@@ -425,7 +429,9 @@ def _walk_back(
     AFTER: tl.constexpr,
     SWAP: tl.constexpr,
     ONES: tl.constexpr,
+    NORMALIZE: tl.constexpr,
     GATES: tl.constexpr,
+    ENERGY: tl.constexpr,
     LOW: tl.constexpr,
     PLAIN: tl.constexpr,
     MASKED: tl.constexpr,
@@ -433,9 +439,11 @@ def _walk_back(
 ):
     """Gradients of a segment's values (SWAP: keys), from its end; d_state is the gradient of the state after the segment.
 
-    GATES (with SWAP): also, for this block of key columns, the gradients of P_{j,W-1} (far), of P_jd with d < W - 1 (close,
-    `[W - 1, C]` a chunk), and: the sum of state times gradient at the chunk's end in slot 0 of `apart`, or where LOW the
-    gradient of every token's log-decay that comes from far pairs and the states, pair by pair, so that nothing cancels.
+    GATES (of values): also, for this block of value columns, the gradients of P_{j,W-1} (far), of P_jd with d < W - 1 (close,
+    `[W - 1, C]` a chunk), what every token reads times its gradient (inner), and the sum of state times gradient at the
+    chunk's end (apart); where LOW instead of the last two (inner is given then: the part read from the state) the gradient of
+    every token's log-decay that comes from far pairs and the states, pair by pair, so that nothing cancels (apart).
+    ENERGY (of keys): add what comes through the energy of the keys.
     Everything is computed transposed (pairs as rows, queries as columns) from loaded operands: no accumulator is transposed.
     """
     q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
@@ -451,11 +459,16 @@ def _walk_back(
         dS = tl.load(own + da[:, None] + db[None, :] * V, mask=(da < A)[:, None] & in_b, other=0.0)
     else:
         dS = tl.load(own + da[:, None] * V + db[None, :], mask=(da < A)[:, None] & in_b, other=0.0)
+    # z has the rows of the state: a block of them, or all where they are multiplied with keys
+    dn, count = da, A
+    if SWAP:
+        dn, count = db, B
     if ONES:
-        dz = tl.load(d_z + (q * H + h) * K + db, mask=db < B, other=0.0)
-    ALONE: tl.constexpr = GATES and W == 1 and not LOW
+        dz = tl.load(d_z + (q * H + h) * K + dn, mask=dn < count, other=0.0)
+    once = tl.where(part == 0, 1.0, 0.0)  # what does not belong to a block of columns
+    crossing = once * 0.0
     if GATES:
-        crossing = tl.load(product + (q * H + h) * tl.num_programs(1) + part)
+        crossing = once * tl.load(product + q * H + h)
     missing = tl.load(first + n)
     for step in range(begin, end):
         i = begin + end - 1 - step
@@ -481,61 +494,93 @@ def _walk_back(
             low_end = tl.load(upto_low + at + C - 1)
         to_end = tl.exp(tl.minimum(u_end - s_high + (low_end - s_low), 0.0))
         scores = dot(pair, tl.trans(ask))
-        if ONES:
-            scores += tl.load(weight + at + e)[None, :]
         carried = dot(pair, dS.to(pair.dtype))
-        if ONES:
+        if ONES and SWAP:
+            scores += tl.load(weight + at + e)[None, :]
             carried += dz[None, :]
         distance = e[None, :] - (1 - AFTER) - e[:, None]
         decay = _far(high[None, :], low[None, :], s_high[:, None], s_low[:, None], distance, W, LOW)
-        if ALONE:  # the gradient of the strength is the product of the pair with what its strength multiplies
-            found = to_end[:, None] * carried + dot((scores * decay).to(pair.dtype), value)
+        if GATES and not LOW:
+            # the gradient of P_{j,W-1} is the product of the pair with what P_{j,W-1} multiplies
+            far_scores = scores * decay
+            found = to_end[:, None] * carried + dot(far_scores.to(pair.dtype), value)
+            y = read(vp[:, None] + db[None, :], vok[:, None] & in_b).to(tl.float32)
+            d_full = tl.sum(y * found, 1)
+            if ONES:
+                d_full += once * tl.sum(far_scores * tl.load(weight + at + e)[None, :], 1)
+                d_full += once * to_end * tl.sum(pair.to(tl.float32) * dz[None, :], 1)
+            found *= full[:, None]
+            given = tl.sum(d_full * full, 0)
+            for d in tl.static_range(W - 1):
+                after = e + (d + 1 - AFTER)
+                ok = (after < C) & (after >= W - 1) & (r + (d + 1 - AFTER) < length)
+                asks = row_of(rows, start, r + (d + 1 - AFTER), ok, MASKED) * H + h
+                g = read(d_o + asks[:, None] * B + db[None, :], ok[:, None] & in_b).to(tl.float32)
+                p = tl.load(weights + at * W + d * C + e)
+                product_jd = tl.sum(tl.where(distance == d, scores, 0.0), 1)
+                near = product_jd * tl.sum(y * g, 1)
+                tl.store(close + (part * M * H * C + at) * (W - 1) + d * C + e, near)
+                given += tl.sum(p * near, 0)
+                found += (p * product_jd)[:, None] * g
+            if NORMALIZE:
+                reads = -eps * once * tl.load(weight + at + e)
+            else:
+                answer = read(o + row[:, None] * B + db[None, :], token[:, None] & in_b).to(tl.float32)
+                reads = tl.sum(answer * value.to(tl.float32), 1)
+            slot = part * M * H * C + at + e
+            tl.store(inner + slot, reads)
+            tl.store(far + slot, d_full)
+            tl.store(apart + slot, crossing + tl.zeros([C], tl.float32))
+            crossing += tl.sum(reads, 0) - given
         else:
             mix = _with_near(full[:, None] * decay, weights + at * W, distance, e, True, W, C)
             found = (full * to_end)[:, None] * carried + dot((scores * mix).to(pair.dtype), value)
-        if GATES:
-            x = read(xp[:, None] + db[None, :], xok[:, None] & in_b)
+        if GATES and LOW:
+            y = read(vp[:, None] + db[None, :], vok[:, None] & in_b)
+            pull = dot(y, tl.trans(value))
+            written = tl.sum(y * carried, 1)
+            if ONES:
+                pull += once * tl.load(weight + at + e)[None, :]
+                written += once * tl.sum(pair * dz[None, :], 1)
+            pull *= scores
+            for d in tl.static_range(W - 1):
+                near = tl.sum(tl.where(distance == d, pull, 0.0), 1)
+                tl.store(close + (part * M * H * C + at) * (W - 1) + d * C + e, near)
+            pull *= decay
+            written *= to_end
             slot = part * M * H * C + at + e
-            reads = tl.load(inner + slot)
-            if ALONE:
-                d_full = tl.sum(x.to(tl.float32) * found, 1)
-                tl.store(far + slot, d_full)
-                tl.store(apart + slot, crossing + tl.zeros([C], tl.float32))
-                crossing += tl.sum(reads, 0) - tl.sum(d_full * full, 0)
-                found *= full[:, None]
-            else:
-                pull = scores * dot(x, tl.trans(value))
-                for d in tl.static_range(W - 1):
-                    near = tl.sum(tl.where(distance == d, pull, 0.0), 1)
-                    tl.store(close + (part * M * H * C + at) * (W - 1) + d * C + e, near)
-                pull *= decay
-                written = tl.sum(x.to(tl.float32) * carried, 1) * to_end
-                tl.store(far + slot, tl.sum(pull, 1) + written)
-                if LOW:
-                    # token r decays what earlier tokens wrote, for later ones to read
-                    earlier = e[None, :] + W - 1 < e[:, None]
-                    pull = dot(tl.where(earlier, 1.0, 0.0), pull * full[:, None]) + reads[None, :]
-                    grad = tl.sum(tl.where(e[None, :] - e[:, None] >= 1 - AFTER, pull, 0.0), 1)
-                    grad += tl.sum(tl.where(earlier, (written * full)[None, :], 0.0), 1)
-                    tl.store(apart + slot, grad + crossing)
-                else:
-                    tl.store(apart + slot, crossing + tl.zeros([C], tl.float32))
-                    crossing += tl.sum(reads, 0) - tl.sum(tl.sum(x.to(tl.float32) * found, 1), 0)
+            tl.store(far + slot, tl.sum(pull, 1) + written)
+            # token r decays what earlier tokens wrote, for later ones to read
+            reads = once * tl.load(inner + at + e)
+            earlier = e[None, :] + W - 1 < e[:, None]
+            pull = dot(tl.where(earlier, 1.0, 0.0), pull * full[:, None]) + reads[None, :]
+            grad = tl.sum(tl.where(e[None, :] - e[:, None] >= 1 - AFTER, pull, 0.0), 1)
+            grad += tl.sum(tl.where(earlier, (written * full)[None, :], 0.0), 1)
+            tl.store(apart + slot, grad + crossing)
         ours = (e >= W - 1) | (i == 0)
         if SWAP:
             op, ok = key_pointers(out, head_out, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
         else:
             op, ok = value_pointers(out, head_out, rows, n, start, length, missing, h, r, H, V, W, SHIFT, MASKED)
-        tl.store(op[:, None] + db[None, :], found, mask=(ok & ours)[:, None] & in_b)
         if W > 1:
             shared = overlap + (((chunk + i) * H + h) * (W - 1) + e) * B
             tl.store(shared[:, None] + db[None, :], found, mask=(ok & (e < W - 1) & (i > 0))[:, None] & in_b)
+        if ENERGY:
+            factor = tl.zeros([C], tl.float32)
+            for w in tl.static_range(W):
+                there = (r + w >= 0) & (r + w < length)
+                factor += tl.load(d_energy + (start + r + w) * H + h, mask=there, other=0.0)
+            found += 2.0 * factor[:, None] * read(xp[:, None] + db[None, :], xok[:, None] & in_b).to(tl.float32)
+        tl.store(op[:, None] + db[None, :], found, mask=(ok & ours)[:, None] & in_b)
         kept = tl.exp(u_end + low_end)
         from_start = tl.exp(high + low)
         dS = dS * kept + dot(tl.trans(ask), (value.to(tl.float32) * from_start[:, None]).to(pair.dtype))
         if ONES:
             share = from_start * tl.load(weight + at + e)
-            dz = dz * kept + tl.sum(value.to(tl.float32) * share[:, None], 0)
+            if SWAP:
+                dz = dz * kept + tl.sum(value.to(tl.float32) * share[:, None], 0)
+            else:
+                dz = dz * kept + tl.sum(ask.to(tl.float32) * share[:, None], 0)
 
 
 @triton.jit
@@ -823,17 +868,28 @@ class Associative:
         )  # fmt: skip
 
     def backward(
-        self, d_o: Tensor, o: Tensor, d_S: Tensor, d_z: Tensor, S_end: Tensor, z_end: Tensor, kept: Kept, gates: bool
+        self,
+        d_o: Tensor,
+        o: Tensor,
+        d_S: Tensor,
+        d_z: Tensor,
+        S_end: Tensor,
+        z_end: Tensor,
+        kept: Kept,
+        through_gates: Callable[[Tensor, Tensor], Tensor | None] | None,
     ) -> tuple[Tensor, ...]:
-        """Gradients of q, k, v, head_x, head_v, S, z, and (with `gates`) of strength and log-decay, `[M, H, C]`."""
-        ranks, heads, k_size = self.ranks, self.heads, self.k.shape[3]
-        columns, _ = cut("keys", self.v.shape[3], k_size, self.k)
-        d_o = d_o.contiguous()
-        weight = None
+        """Gradients of q, k, v, head_x, head_v, S and z.
+
+        Args:
+            through_gates: gets the gradients of strength and log-decay, `[M, H, C]`, and may return that of the energies of keys,
+                `[B * T, H]` by first row plus rank, to be added to that of the keys. None: nobody wants them.
+        """
+        ranks, heads, k_size, v_size = self.ranks, self.heads, self.k.shape[3], self.v.shape[3]
+        d_o, weight = d_o.contiguous(), None
         if self.normalize:
             weight = into_chunks(-(d_o.float() * o.float()).sum(-1) / kept.seen, ranks)
             d_o = (d_o.float() / kept.seen[..., None]).to(d_o.dtype)
-        wide, total = self.q.dtype == torch.float32, torch.empty_like(kept.total)
+        wide, gates, total = self.q.dtype == torch.float32, through_gates is not None, torch.empty_like(kept.total)
         make = torch.empty_like if ranks.rows is None else torch.zeros_like
         d_q = make(self.q)
         d_k, d_v = (make(x) if ranks.docs is None else torch.zeros_like(x) for x in (self.k, self.v))
@@ -842,61 +898,69 @@ class Associative:
             if self.window > 1:  # nor does the first value without a key before it
                 d_v[:, 0] = 0
         d_head_x, d_head_v = torch.zeros_like(self.head_x), torch.zeros_like(self.head_v)
-        parts = triton.cdiv(k_size, columns)
+        parts, of_keys = (
+            triton.cdiv(size, cut(kind, other, size, self.k)[0])
+            for kind, size, other in (("values", v_size, k_size), ("keys", k_size, v_size))
+        )
         size = (parts, ranks.chunks, heads, CHUNK) if gates else (0,)
-        inner, far, apart = (self.q.new_zeros(size, dtype=torch.float32) for _ in range(3))
-        close = self.q.new_zeros((*size[:-1], self.window - 1, size[-1]), dtype=torch.float32)
-        d_strength, d_log_decay = (self.q.new_empty(size[1:], dtype=torch.float32) for _ in range(2))
+        inner = self.q.new_empty((of_keys, *size[1:]) if wide and gates else size, dtype=torch.float32)
+        far, apart = (self.q.new_empty(size, dtype=torch.float32) for _ in range(2))
+        close = self.q.new_empty((*size[:-1], self.window - 1, size[-1]), dtype=torch.float32)
+        d_energy = None
         with on_device(self.q):
             d_states, d_z_states = self._states(self.q, d_o, total, weight, True)
             d_S, product = scan(d_states, kept.total, d_S, self.ranks, kept.states, S_end, wide)
+            product = product.sum(-1)
             if self.ones:
                 d_z, more = scan(d_z_states, kept.total, d_z, self.ranks, kept.z, z_end, wide)
-                product = product + more
-            if gates:  # [Q, H, K / 16] to blocks of columns
-                tiles = columns // 16
-                product = torch.nn.functional.pad(product, (0, parts * tiles - product.shape[2]))
-                product = product.view(*product.shape[:2], parts, tiles).sum(-1)
+                product = product + more.sum(-1)
+            reads = wide and gates
             self._walk(
-                d_o, kept.states, kept.z, weight, d_q, self.q if gates else None, inner if gates else None, None, True
+                d_o, kept.states, kept.z, weight, d_q, self.q if reads else None, inner if reads else None, None, True
             )
-            for swap in (False, True):
-                self._walk_back(
-                    d_o, d_states, d_z_states if self.ones and swap else None, weight if swap else None, inner, product,
-                    (d_k, d_head_x) if swap else (d_v, d_head_v), (far, close, apart), gates and swap, swap,
-                )  # fmt: skip
-            if gates:
+            if reads:
+                inner = inner.sum(0)
+            outs = (inner, far, close, apart) if gates else None
+            d_z_of_values = d_z_states if gates and self.ones else None
+            self._walk_back(d_o, o, d_states, d_z_of_values, weight, product, (d_v, d_head_v), outs, None, False)
+            if through_gates is not None:
+                d_strength, d_log_decay = (self.q.new_empty(size[1:], dtype=torch.float32) for _ in range(2))
                 _gate_gradients[(ranks.chunks * heads,)](
                     self.strength, self.upto, self.upto_low, self.weights, inner, far, close, apart, d_strength, d_log_decay,
                     size=ranks.chunks * heads * CHUNK, PARTS=parts, W=self.window, AFTER=int(self.after), LOW=wide, C=CHUNK,
                     num_warps=1,
                 )  # fmt: skip
-        return d_q, d_k, d_v, d_head_x, d_head_v, d_S, d_z, d_strength, d_log_decay
+                d_energy = through_gates(d_strength, d_log_decay)
+            d_z_of_keys = d_z_states if self.ones else None
+            self._walk_back(d_o, o, d_states, d_z_of_keys, weight, None, (d_k, d_head_x), None, d_energy, True)
+        return d_q, d_k, d_v, d_head_x, d_head_v, d_S, d_z
 
     def _walk_back(
         self,
         d_o: Tensor,
+        o: Tensor,
         d_states: Tensor,
         d_z: Tensor | None,
         weight: Tensor | None,
-        inner: Tensor,
         product: Tensor | None,
         outs: tuple[Tensor, Tensor],
-        parts: tuple[Tensor, Tensor, Tensor],
-        gates: bool,
+        gates: tuple[Tensor, ...] | None,
+        d_energy: Tensor | None,
         swap: bool,
     ) -> None:
+        """Into `outs`, gradients of values (swap: keys) and of those in the head; into `gates`: inner, far, close, apart."""
         ranks, k_size, v_size = self.ranks, self.k.shape[3], self.v.shape[3]
         inner_size, size = (v_size, k_size) if swap else (k_size, v_size)
         columns, launch = cut("keys" if swap else "values", inner_size, size, self.k)
         overlap = self.q.new_empty(ranks.chunks, self.heads, self.window - 1, size, dtype=torch.float32)
         if d_z is not None and weight is None:
             weight = self.q.new_zeros(ranks.chunks, self.heads, CHUNK, dtype=torch.float32)
+        inner, far, close, apart = gates or (None,) * 4
         _walk_back[(ranks.segments * self.heads, triton.cdiv(size, columns))](
-            self.q, self.k, self.head_x, self.v, self.head_v, d_o, self.first, self.weights, self.upto, self.upto_low,
-            d_states, d_z, weight, inner, product, *outs, overlap, *parts, **self._common(),
-            M=ranks.chunks, K=k_size, V=v_size, BA=block(inner_size), BB=columns, SWAP=swap,
-            ONES=d_z is not None, GATES=gates, **launch,
+            self.q, self.k, self.head_x, self.v, self.head_v, d_o, o, self.first, self.weights, self.upto, self.upto_low,
+            d_states, d_z, weight, inner, product, d_energy, *outs, overlap, far, close, apart, **self._common(),
+            eps=self.eps, M=ranks.chunks, K=k_size, V=v_size, BA=block(inner_size), BB=columns, SWAP=swap,
+            ONES=d_z is not None, NORMALIZE=self.normalize, GATES=gates is not None, ENERGY=d_energy is not None, **launch,
         )  # fmt: skip
         if self.window > 1:
             _add_overlap[(ranks.chunks * self.heads,)](

@@ -415,9 +415,7 @@ def gates(
     return Gates(out, vector)
 
 
-def gates_backward(
-    k: Tensor,
-    head_x: Tensor,
+def inputs_backward(
     beta: Tensor,
     ridge: Tensor,
     first: Tensor,
@@ -425,25 +423,23 @@ def gates_backward(
     found: Gates,
     d_strength: Tensor,
     d_log_decay: Tensor,
-    d_k: Tensor,
-    d_head_x: Tensor,
     ranks: Ranks,
     options: Options,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of beta (empty with a gain for every column) and ridge; that of the keys is added to d_k and d_head_x.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of beta (empty with a gain for every column), of ridge, and of the energies.
 
     Args:
         d_strength, d_log_decay: of strength and of the log-decay of every token (not its prefix), `[M, H, C]`. With a gain for
             every column: the sums over columns of beta * (gradient of eta) and of beta * (gradient of gamma, 0 at the floor).
-        d_k: `[B, T, H, K]`, d_head_x `[N, H, W, K]`: changed in place.
+    Returns: the last one, divided by the pairs of the window, `[B * T, H]` by first row plus rank; None where there is none.
     """
-    heads, k_size = k.shape[2:]
+    heads = ridge.shape[2]
     make = torch.empty_like if ranks.rows is None else torch.zeros_like
     d_beta = ridge.new_empty(0) if options.rule.per_column else make(beta)
     d_ridge = make(ridge)
     live = options.step == "beta" or (options.scale_coupled and not options.rule.sliding)
-    d_energy = k.new_empty(ranks.batch * ranks.tokens, heads, dtype=torch.float32)
-    with on_device(k):
+    d_energy = ridge.new_empty(ranks.batch * ranks.tokens, heads, dtype=torch.float32)
+    with on_device(ridge):
         _gates_backward[(ranks.chunks * heads,)](
             beta,
             ridge,
@@ -463,7 +459,33 @@ def gates_backward(
             ENERGY=int(options.needs_energy),
             SLIDING=options.rule.sliding,
         )
-        if live:
+    return d_beta, d_ridge, d_energy if live else None
+
+
+def gates_backward(
+    k: Tensor,
+    head_x: Tensor,
+    beta: Tensor,
+    ridge: Tensor,
+    first: Tensor,
+    count: Tensor,
+    found: Gates,
+    d_strength: Tensor,
+    d_log_decay: Tensor,
+    d_k: Tensor,
+    d_head_x: Tensor,
+    ranks: Ranks,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of beta and ridge, see `inputs_backward`; that of the keys is added to d_k and d_head_x.
+
+    Args:
+        d_k: `[B, T, H, K]`, d_head_x `[N, H, W, K]`: changed in place.
+    """
+    heads, k_size = k.shape[2:]
+    d_beta, d_ridge, d_energy = inputs_backward(beta, ridge, first, count, found, d_strength, d_log_decay, ranks, options)
+    if d_energy is not None:
+        with on_device(k):
             _energy_backward[(ranks.chunks * heads,)](
                 k,
                 head_x,

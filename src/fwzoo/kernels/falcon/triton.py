@@ -11,7 +11,7 @@ from ..associative import Associative, Kept, segment_length
 from ..gpu import custom
 from ..ranks import CHUNK, Ranks, make_ranks
 from .columns import Columns
-from .prepass import Gates, gates, gates_backward, heads_of
+from .prepass import Gates, gates, gates_backward, heads_of, inputs_backward
 from .reference import falcon_reference
 from .rules import RULES, FalconState, Options
 
@@ -221,32 +221,30 @@ def _backward(
     vector: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     ranks, options = _unpack(q, docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
+    gates_found = Gates(found, vector)
     if options.rule.per_column:
         columns = Columns(q, k, v, beta, head_x, head_v, first, found, ranks, options)
         d_q, d_k, d_v, d_beta, d_head_x, d_head_v, d_S, d_strength, d_log_decay = columns.backward(
             d_o, o, d_S, S_end, states, total
         )
-    else:
-        call, none = _call(q, k, v, head_x, head_v, first, found, ranks, options), d_S.new_empty(0)
-        d_q, d_k, d_v, d_head_x, d_head_v, d_S, _, d_strength, d_log_decay = call.backward(
-            d_o, o, d_S, none, S_end, none, Kept(states, none, total, none), gates=True
+        _, d_ridge = gates_backward(
+            k, head_x, beta, ridge, first, count, gates_found, d_strength, d_log_decay, d_k, d_head_x, ranks, options
         )
-    own_beta, d_ridge = gates_backward(
-        k,
-        head_x,
-        beta,
-        ridge,
-        first,
-        count,
-        Gates(found, vector),
-        d_strength,
-        d_log_decay,
-        d_k,
-        d_head_x,
-        ranks,
-        options,
+        return d_q, d_k, d_v, d_beta, d_ridge, d_head_x, d_head_v, d_S
+    gradients: list[Tensor] = []
+
+    def through_gates(d_strength: Tensor, d_log_decay: Tensor) -> Tensor | None:
+        d_beta, d_ridge, d_energy = inputs_backward(
+            beta, ridge, first, count, gates_found, d_strength, d_log_decay, ranks, options
+        )
+        gradients.extend((d_beta, d_ridge))
+        return d_energy
+
+    call, none = _call(q, k, v, head_x, head_v, first, found, ranks, options), d_S.new_empty(0)
+    d_q, d_k, d_v, d_head_x, d_head_v, d_S, _ = call.backward(
+        d_o, o, d_S, none, S_end, none, Kept(states, none, total, none), through_gates
     )
-    d_beta = d_beta if options.rule.per_column else own_beta
+    d_beta, d_ridge = gradients
     return d_q, d_k, d_v, d_beta, d_ridge, d_head_x, d_head_v, d_S
 
 
