@@ -43,22 +43,10 @@ def heads_of(state: FalconState, options: Options) -> tuple[Tensor, Tensor, Tens
     """
     if options.window == 1:
         return state.key[:, :, None].contiguous(), state.tail_v, (~state.has_key & options.shifted).int()
-    if not options.shifted:
-        none = torch.zeros_like(state.has_key, dtype=torch.int32)
-        x, v = (torch.nn.functional.pad(tail, (0, 0, 0, 0, 0, 1)) for tail in (state.tail_x, state.tail_v))
-        return x.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous(), none
-    known = state.has_key[:, None, None, None]
-    x = torch.where(
-        known,
-        torch.cat([state.tail_x, state.key[:, None]], 1),
-        torch.nn.functional.pad(state.tail_x, (0, 0, 0, 0, 1, 0)),
-    )
-    v = torch.where(
-        known,
-        torch.nn.functional.pad(state.tail_v, (0, 0, 0, 0, 0, 1)),
-        torch.nn.functional.pad(state.tail_v, (0, 0, 0, 0, 1, 0)),
-    )
-    return x.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous(), (~state.has_key).int()
+    x, v = torch.cat([state.tail_x, state.key[:, None]], 1), torch.nn.functional.pad(state.tail_v, (0, 0, 0, 0, 0, 1))
+    known = (state.has_key if options.shifted else torch.ones_like(state.has_key))[:, None, None, None]
+    x, v = (torch.where(known, rows, rows.roll(1, 1)) for rows in (x, v))
+    return x.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous(), (~state.has_key & options.shifted).int()
 
 
 @triton.jit(do_not_specialize=["T", "NC"])

@@ -62,15 +62,20 @@ def falcon_triton(
     o, S = KERNELS[options.rule](q, k, v, beta, ridge, head_x, head_v, state.S, first, state.count, ranks, options)
 
     last, there = ranks.last(k)
+    window = options.window
     key, has_key, tail_x, tail_v, count = last, torch.ones_like(state.has_key), state.tail_x, state.tail_v, state.count
     if ranks.docs is not None:
         key = torch.where(there[:, None, None], last, state.key)
         has_key = state.has_key | there
-    if options.window > 1:
+    if window > 1 and ranks.docs is None and q.shape[1] >= window:  # only pairs of this call
+        end = q.shape[1] - int(options.shifted)
+        tail_x, tail_v = k[:, end - window + 1 : end].clone(), v[:, q.shape[1] - window + 1 :].clone()
+        count = torch.full_like(count, window - 1)
+    elif window > 1:
         written = (ranks.lengths(q.device) - first).clamp(min=0)
         tail_x = _new_tail(tail_x, k, head_x, written, first, ranks, int(options.shifted))
         tail_v = _new_tail(tail_v, v, head_v, written, first, ranks, 0)
-        count = (count + written).clamp(max=options.window - 1)
+        count = (count + written).clamp(max=window - 1)
     return o, FalconState(S, key, has_key, tail_x, tail_v, count)
 
 
