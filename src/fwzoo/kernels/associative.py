@@ -155,8 +155,7 @@ def _segment_states(
     e, dk = tl.arange(0, C), tl.arange(0, BK)
     dv = tl.program_id(1) * BV + tl.arange(0, BV)
     S = tl.zeros([BK, BV], tl.float32)
-    one = tl.arange(0, 16)[None, :]
-    own_z = tl.zeros([BK, 16], tl.float32)
+    own_z = tl.zeros([BK], tl.float32)
     sum_u = tl.zeros([1], tl.float32)
     missing = tl.load(first + n)
     for step in range(begin, end):
@@ -188,17 +187,13 @@ def _segment_states(
             part = w
             if BACK:
                 part = w * tl.load(weight + at + e)
-            # as a product too: its two halves in the dtype of x, in two columns of sixteen
-            high = part.to(x.dtype)
-            low = (part - high.to(tl.float32)).to(x.dtype)
-            both = tl.where(one == 0, high[:, None], tl.where(one == 1, low[:, None], 0.0)).to(x.dtype)
-            own_z = own_z * kept + dot(tl.trans(x), both)
+            own_z = own_z * kept + tl.sum(x.to(tl.float32) * part[:, None], 0)
         sum_u += u_end + low_end
     at = (q * H + h) * K
     tl.store(state + (at + dk)[:, None] * V + dv[None, :], S, mask=(dk < K)[:, None] & (dv < V)[None, :])
     if tl.program_id(1) == 0:
         if ONES:
-            tl.store(z + at + dk, tl.sum(own_z, 1), mask=dk < K)
+            tl.store(z + at + dk, own_z, mask=dk < K)
         tl.store(total + q * H + h + tl.arange(0, 1), sum_u)
 
 

@@ -29,7 +29,6 @@ CUTS.update(
     {
         "column states": ((8192, 4, 2), (4096, 4, 1)),
         "column values": ((8192, 4, 1), (4096, 4, 1)),
-        "column gradients": ((4096, 4, 1), (4096, 4, 1)),
         "column scores": ((8192, 8, 1), (2048, 4, 1)),
         "column keys": ((8192, 8, 2), (4096, 4, 1)),
     }
@@ -504,7 +503,7 @@ class Columns:
 
     def _values(self, state: Tensor, back: bool, **tensors: Tensor | None) -> None:
         names = ("d_o", "o", "before", "product", "out", "head_out", "d_beta", "d_strength", "d_decay")
-        grid, launch = self._cut("column gradients" if back else "column values")
+        grid, launch = self._cut("column values")
         _column_values[grid](
             query=self.q, k=self.k, head_x=self.head_x, v=self.v, head_v=self.head_v, state=state, BACK=back,
             LOW=self._wide, M=self.ranks.chunks, NIL=0, LEVELS=(CHUNK - 1).bit_length(), **{name: tensors.get(name) for name in names},
@@ -551,7 +550,7 @@ class Columns:
         if self.options.shifted and ranks.docs is None:  # the last key belongs to no pair
             d_k[:, -1] = 0
         d_head_x, d_head_v = torch.zeros_like(self.head_x), torch.zeros_like(self.head_v)
-        parts = self._cut("column gradients")[0][1]
+        parts = self._cut("column values")[0][1]
         sums = self.q.new_empty(2, parts, ranks.chunks, self.q.shape[2], CHUNK, dtype=torch.float32)
         with on_device(self.q):
             d_states, _ = self._states(self.q, d_o, True)
