@@ -471,7 +471,9 @@ def gates_backward(
         d_k: `[B, T, H, K]`, d_head_x `[N, H, W, K]`: changed in place.
     """
     heads, k_size = k.shape[2:]
-    d_beta, d_ridge, d_energy = inputs_backward(beta, ridge, first, count, found, d_strength, d_log_decay, ranks, options)
+    d_beta, d_ridge, d_energy = inputs_backward(
+        beta, ridge, first, count, found, d_strength, d_log_decay, ranks, options
+    )
     if d_energy is not None:
         with on_device(k):
             _energy_backward[(ranks.chunks * heads,)](

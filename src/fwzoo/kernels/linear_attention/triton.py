@@ -146,7 +146,14 @@ def _backward(
         d_log_decay = out_of_chunks(found, call.ranks, log_decay.dtype)
 
     d_q, d_k, d_v, _, _, d_S, d_z = call.backward(
-        d_o, o, d_S, d_z, S_end, z_end, Kept(states, z_states, total, seen), None if log_decay is None else through_gates
+        d_o,
+        o,
+        d_S,
+        d_z,
+        S_end,
+        z_end,
+        Kept(states, z_states, total, seen),
+        None if log_decay is None else through_gates,
     )
     return d_q, d_k, d_v, d_log_decay, d_S, d_z
 
