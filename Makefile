@@ -41,7 +41,7 @@ conformance: setup
 	OMP_NUM_THREADS=1 $(BIN)/python tests/conformance/run.py $(PYTEST_OPTIONS)
 
 test-gpu: setup
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest -m "gpu or triton"
 
 lint: setup
 	$(BIN)/ruff check .

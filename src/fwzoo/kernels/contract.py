@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import itertools
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -24,6 +26,9 @@ logger = logging.getLogger("fwzoo.kernels")
 State = TypeVar("State", bound=tuple[Tensor, ...])
 
 LEVELS = ("reference", "chunk", "triton")
+LARGEST = 256  # K and V that the Triton kernels take
+TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 _debug: ContextVar[bool] = ContextVar("fwzoo_debug", default=False)
 
@@ -76,40 +81,69 @@ class Op:
     levels: dict[str, Callable[..., Any]]
     short: int = 0
 
-    def unavailable(self, level: str) -> str | None:
-        """Why `level` cannot run, or None."""
-        if level in self.levels:
-            return None
-        return f"{self.name} has no {level} level in this version of fwzoo"
+    def unavailable(self, level: str, tensors: Sequence[Tensor] = (), limit: str | None = None) -> str | None:
+        """Why `level` cannot run on `tensors` (query, key, value, ...), or None; `limit` is the operator's own reason."""
+        if level not in self.levels:
+            return f"{self.name} has no {level} level in this version of fwzoo"
+        return (triton_cannot_run(tensors) or limit) if level == "triton" else None
 
-    def choose(self, tokens: int) -> tuple[str, str]:
+    def choose(self, tokens: int, tensors: Sequence[Tensor] = (), limit: str | None = None) -> tuple[str, str]:
         """The level that `auto` takes for a call of `tokens` tokens, and the reason."""
+        if tensors and tensors[0].is_cuda and self.unavailable("triton", tensors, limit) is None:
+            return "triton", "the tensors are on a CUDA device"
         if tokens <= self.short:
             return "reference", f"a call of at most {self.short} tokens is fastest as a token loop"
         return "chunk", "fastest available level" + (f" for more than {self.short} tokens" if self.short else "")
 
-    def resolve(self, level: str, tokens: int) -> Callable[..., Any]:
-        """The implementation to run. Raises ValueError for a level that does not exist or cannot run."""
+    def resolve(
+        self, level: str, tokens: int, tensors: Sequence[Tensor] = (), limit: str | None = None
+    ) -> Callable[..., Any]:
+        """The implementation to run. Raises ValueError for a level that does not exist or cannot run.
+
+        Args:
+            level: as the caller gave it. tokens: T.
+            tensors: query, key, value, ...: what they are decides whether the Triton kernels can run.
+            limit: why this call's options keep it from the Triton kernels, or None.
+        """
         if level == "auto":
-            level, reason = self.choose(tokens)
+            level, reason = self.choose(tokens, tensors, limit)
             if not torch.compiler.is_compiling() and (self.name, reason) not in _LOGGED:
                 _LOGGED.add((self.name, reason))
                 logger.info("%s: level %s, because %s", self.name, level, reason)
         else:
             one_of("level", level, ("auto", *LEVELS))
-            if (why := self.unavailable(level)) is not None:
-                raise ValueError(f"level is {level!r}, but {why}; use 'auto' or one of {sorted(self.levels)}")
+            if (why := self.unavailable(level, tensors, limit)) is not None:
+                allowed = sorted(name for name in self.levels if self.unavailable(name, tensors, limit) is None)
+                raise ValueError(f"level is {level!r}, but {why}; use 'auto' or one of {allowed}")
         return functools.partial(_without_autocast, self.levels[level])
 
-    def explain(self, tokens: int) -> Explanation:
+    def explain(self, tokens: int, tensors: Sequence[Tensor] = ()) -> Explanation:
         """What `auto` would do for a call of `tokens` tokens."""
-        chosen, reason = self.choose(tokens)
+        chosen, reason = self.choose(tokens, tensors)
         others = {
-            level: self.unavailable(level) or f"{chosen} is faster here; level={level!r} runs when asked for"
+            level: self.unavailable(level, tensors) or f"{chosen} is faster here; level={level!r} runs when asked for"
             for level in LEVELS
             if level != chosen
         }
         return Explanation(self.name, chosen, reason, others)
+
+
+def triton_cannot_run(tensors: Sequence[Tensor]) -> str | None:
+    """Why no Triton kernel can run on query, key, value, ..., or None. The device of the tensors decides."""
+    if not TRITON:
+        return "the package triton is not installed"
+    if not tensors:
+        return "there are no tensors to run on"
+    q, v = tensors[0], tensors[2] if len(tensors) > 2 else tensors[0]
+    if not q.is_cuda and not (INTERPRETING and q.device.type == "cpu"):
+        return f"the tensors are on {q.device}, and Triton needs a CUDA device"
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"the tensors are {q.dtype}, and the Triton kernels take float32, bfloat16 and float16"
+    sizes = {"K": q.shape[-1], "V": v.shape[-1]}
+    for name, size in sizes.items():
+        if size > LARGEST:
+            return f"{name} is {size}, and the Triton kernels take {name} up to {LARGEST}"
+    return None
 
 
 def _without_autocast(run: Callable[..., Any], q: Tensor, *arguments: Any) -> Any:
@@ -145,7 +179,7 @@ def explain(op: str | Callable[..., Any], *tensors: Tensor) -> Explanation:
     one_of("op", name, tuple(_OPS))
     if not tensors or tensors[0].ndim < 2:
         raise ValueError(f"tensors has {len(tensors)} entries; give the operator's inputs, query [B, T, H, K] first")
-    return _OPS[name].explain(tensors[0].shape[1])
+    return _OPS[name].explain(tensors[0].shape[1], tensors)
 
 
 # --- checks: each raises one sentence that names the argument, what it was and what is allowed ---

@@ -131,7 +131,8 @@ class FwzooPreTrainedModel(PreTrainedModel):
     def kernel_report(self, tokens: int = 4096) -> list[tuple[int, str, str, str]]:
         """Which kernel level every layer runs for a call of `tokens` tokens: (layer, mixer, level, reason)."""
         rows = []
-        probe = torch.empty(1, tokens, 1, 1, device="meta")
+        weight = next(self.parameters())
+        probe = weight.new_empty(1, 1, 1, 1).expand(1, tokens, 1, 1)
         for index, block in enumerate(self.get_decoder().layers):
             if block.mixer.operator is None:
                 rows.append((index, self.config.mixers[index], "sdpa", "softmax attention is torch's own kernel"))

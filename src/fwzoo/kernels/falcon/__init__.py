@@ -5,6 +5,8 @@ Source: "Fast Weight Attention for Continual Learning" (2026).
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from .. import contract
@@ -15,7 +17,16 @@ from .rules import RULES, FalconState, Options, Rule, empty_state
 
 __all__ = ["RULES", "FalconState", "Rule", "falcon"]
 
-FALCON = contract.register(Op("falcon", {"reference": falcon_reference, "chunk": falcon_chunk}, short=4))
+
+def _triton(*arguments: Any) -> tuple[Tensor, FalconState]:
+    from .triton import falcon_triton  # only here: fwzoo does not need triton
+
+    return falcon_triton(*arguments)
+
+
+FALCON = contract.register(
+    Op("falcon", {"reference": falcon_reference, "chunk": falcon_chunk, "triton": _triton}, short=4)
+)
 
 
 def falcon(
@@ -56,7 +67,7 @@ def falcon(
         eps: added to the energy. decay_floor: smallest decay of a step, in (0, 1].
         state: `FalconState` to continue from. mask: bool `[B, T]`, True for real tokens.
         cu_seqlens: int64 `[S + 1]`, boundaries of documents packed along T (B must be 1); the state then has N = S rows.
-        level: "auto", "reference" or "chunk".
+        level: "auto", "reference", "chunk" or "triton" (CUDA tensors, K and V up to 256, window up to 8).
 
     Returns:
         Output `[B, T, H, V]` in the dtype of v (rows of masked tokens are 0), and the complete `FalconState`.
@@ -72,7 +83,8 @@ def falcon(
     state = empty if state is None else contract.check_state(state, empty)
     if contract.debugging():
         _check_values(q, k, v, beta, ridge, mask, options)
-    run = FALCON.resolve(level, q.shape[1])
+    limit = f"window is {window}, and the Triton kernels take up to 8" if options.window > 8 else None
+    run = FALCON.resolve(level, q.shape[1], (q, k, v), limit)
     return run(q, k, v, beta, ridge, options, state, mask, bounds)
 
 
