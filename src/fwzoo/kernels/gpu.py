@@ -260,11 +260,11 @@ def into_chunks(x: Tensor, ranks: Ranks) -> Tensor:
     return out
 
 
-def prefix(x: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """Sums of `[B, T, H]` from each chunk's start up to every token: `[M, H, C]`, and what float32 left off of them."""
+def prefix(x: Tensor, ranks: Ranks) -> Tensor:
+    """Sums of `[B, T, H]` from each chunk's start up to every token, and what float32 left off of them: `[2, M, H, C]`."""
     out = x.new_empty(2, ranks.chunks, x.shape[2], CHUNK, dtype=torch.float32)
     _move(_into_chunks, (x.contiguous(), out[0], out[1]), ranks, x.shape[2], PREFIX=True)
-    return out[0], out[1]
+    return out
 
 
 def out_of_chunks(x: Tensor, ranks: Ranks, dtype: torch.dtype) -> Tensor:

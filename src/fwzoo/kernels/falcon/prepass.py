@@ -21,18 +21,17 @@ SQUARINGS = tl.constexpr(24)
 
 
 class Gates(NamedTuple):
-    """Gates of every slot, `[M, H, C]` each; 0 (and no decay) where a slot has no pair of its own.
+    """Gates of every slot; 0 (and no decay) where a slot has no pair of its own.
 
-    With one gain a token: `strength` is eta / B, `upto` and `upto_low` the two halves of the log-decay summed from the
-    chunk's start. With a gain for every column: eta = strength * beta, gamma = max(kept + (1 - beta) * pull, floor), where
-    `upto` is kept and `upto_low` is pull (with `step="eta"`, gamma = max(1 - beta * pull, floor)).
-    `energy` is E, `vector` the top eigenvector of falcon3's windows, `[B * T, H, W]` by first row plus rank.
+    Attributes:
+        found: `[4, M, H, C]`: strength, upto, upto_low, energy. With one gain a token, strength is eta / B, and upto and upto_low
+            are the two halves of the log-decay summed from the chunk's start. With a gain for every column, upto is kept and
+            upto_low is pull, with eta = strength * beta and gamma = max(kept + (1 - beta) * pull, floor), or
+            max(1 - beta * pull, floor) with `step="eta"`.
+        vector: top eigenvector of falcon3's windows, `[B * T, H, W]` by first row plus rank.
     """
 
-    strength: Tensor
-    upto: Tensor
-    upto_low: Tensor
-    energy: Tensor
+    found: Tensor
     vector: Tensor
 
 
@@ -403,7 +402,7 @@ def gates(
             decay_floor=options.decay_floor,
             ENERGY=energy,
         )
-    return Gates(*out, vector)
+    return Gates(out, vector)
 
 
 def gates_backward(
@@ -440,7 +439,7 @@ def gates_backward(
             ridge,
             first,
             count,
-            found.energy,
+            found.found[3],
             d_strength,
             d_log_decay,
             d_beta,
