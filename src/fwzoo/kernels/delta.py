@@ -32,7 +32,23 @@ FIXED = ["T", "NC"]  # no recompilation for another length
 
 
 @triton.jit
-def _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K: tl.constexpr, SHIFT: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr):
+def _rows(
+    k,
+    head,
+    docs,
+    chunk_doc,
+    rows,
+    c,
+    h,
+    T,
+    NC,
+    H,
+    K: tl.constexpr,
+    SHIFT: tl.constexpr,
+    PLAIN: tl.constexpr,
+    MASKED: tl.constexpr,
+    C: tl.constexpr,
+):
     """For every slot of chunk c: index of its token and head in the flattened inputs, whether it holds a token, and where
     its pair key is."""
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
@@ -47,11 +63,15 @@ def _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K: tl.constexpr, SHIFT
 def _load_rows(pointers, valid, offset, SIZE: tl.constexpr, BLOCK: tl.constexpr, WORK: tl.constexpr):
     """Columns `offset ... offset + BLOCK` of rows of SIZE elements."""
     column = offset + tl.arange(0, BLOCK)
-    return tl.load(pointers[:, None] + column[None, :], mask=valid[:, None] & (column < SIZE)[None, :], other=0.0).to(WORK)
+    return tl.load(pointers[:, None] + column[None, :], mask=valid[:, None] & (column < SIZE)[None, :], other=0.0).to(
+        WORK
+    )
 
 
 @triton.jit
-def _load_tile(base, index, row0, column0, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+def _load_tile(
+    base, index, row0, column0, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+):
     """Block of scratch tile number `index`, a `[ROWS, COLUMNS]` matrix."""
     r, c = row0 + tl.arange(0, BR), column0 + tl.arange(0, BC)
     pointers = base + index * (ROWS * COLUMNS) + r[:, None] * COLUMNS + c[None, :]
@@ -59,7 +79,9 @@ def _load_tile(base, index, row0, column0, ROWS: tl.constexpr, COLUMNS: tl.const
 
 
 @triton.jit
-def _store_tile(base, index, row0, column0, x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+def _store_tile(
+    base, index, row0, column0, x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+):
     r, c = row0 + tl.arange(0, BR), column0 + tl.arange(0, BC)
     pointers = base + index * (ROWS * COLUMNS) + r[:, None] * COLUMNS + c[None, :]
     tl.store(pointers, x.to(base.dtype.element_ty), mask=(r < ROWS)[:, None] & (c < COLUMNS)[None, :])
@@ -146,17 +168,17 @@ def solve_kernel(
     gain, since, until, total = _gates(strength, upto, upto_low, index, WIDE, C)
     seen = since if DECAYED else until
     gram = tl.zeros([C, C], tl.float32)
-    for k0 in tl.static_range(0, K, BK):
+    for k0 in range(0, K, BK):
         x = _load_rows(pairs, valid, k0, K, BK, WORK)
         gram = tl.dot(x, tl.trans(x), gram, input_precision=PRECISION)
     inverse = _unit_lower_inverse(gram * _lower(seen, since, True, C) * gain[None, :], C, PRECISION)
     _store_tile(solve, index, 0, 0, inverse, C, C, C, C)
     reading = (inverse * tl.exp(seen.to(tl.float32))[None, :]).to(WORK)
-    for k0 in tl.static_range(0, K, BK):
+    for k0 in range(0, K, BK):
         x = _load_rows(pairs, valid, k0, K, BK, WORK)
         _store_tile(from_S, index, 0, k0, tl.dot(reading, x, input_precision=PRECISION), C, K, C, BK)
     inverse = inverse.to(WORK)
-    for v0 in tl.static_range(0, V, BV):
+    for v0 in range(0, V, BV):
         value = _load_rows(v + row * V, valid, v0, V, BV, WORK)
         from_v = tl.dot(inverse, value, input_precision=PRECISION)
         _store_tile(from_v_t, index, v0, 0, tl.trans(from_v), V, C, BV, C)
@@ -220,7 +242,7 @@ def read_kernel(
     to = since if AFTER else until
     scores = tl.zeros([C, C], tl.float32)
     out = tl.zeros([C, BV], tl.float32)
-    for k0 in tl.static_range(0, K, BK):
+    for k0 in range(0, K, BK):
         query = _load_rows(q + row * K, valid, k0, K, BK, WORK)
         x = _load_rows(pairs, valid, k0, K, BK, WORK)
         S_t = _load_tile(borders_t, index, v0, k0, V, K, BV, BK)
@@ -258,14 +280,14 @@ def transposed_solve_kernel(
     inverse_t = tl.load(solve + index * (C * C) + slot[None, :] * C + slot[:, None])
     scores_t = tl.zeros([C, C], tl.float32)
     reading, leaving = (inverse * reads[None, :]).to(WORK), (inverse_t * leaves[None, :]).to(WORK)
-    for k0 in tl.static_range(0, K, BK):
+    for k0 in range(0, K, BK):
         query = _load_rows(q + row * K, valid, k0, K, BK, WORK)
         x = _load_rows(pairs, valid, k0, K, BK, WORK)
         scores_t = tl.dot(x, tl.trans(query), scores_t, input_precision=PRECISION)
         _store_tile(from_S, index, 0, k0, tl.dot(reading, x, input_precision=PRECISION), C, K, C, BK)
         _store_tile(to_r, index, 0, k0, tl.dot(leaving, x, input_precision=PRECISION), C, K, C, BK)
     scores_t = (scores_t * _upper(to, since, not AFTER, C) * (gain * scale)[:, None]).to(WORK)
-    for v0 in tl.static_range(0, V, BV):
+    for v0 in range(0, V, BV):
         value = _load_rows(v + row * V, valid, v0, V, BV, WORK)
         from_v = tl.dot(inverse, value, input_precision=PRECISION)
         _store_tile(from_v_t, index, v0, 0, tl.trans(from_v), V, C, BV, C)
@@ -356,31 +378,31 @@ def gradient_kernel(
     last = d_k + (row_of(rows, start, length - 1, ends, MASKED) * H + h) * K
 
     s1 = tl.zeros([C, C], tl.float32)
-    for v0 in tl.static_range(0, V, BV):
+    for v0 in range(0, V, BV):
         d_out = _load_rows(d_o + row * V, valid, v0, V, BV, WORK)
         r_t = _load_tile(residual_t, index, v0, 0, V, C, BV, C)
         s1 = tl.dot(d_out, r_t, s1, input_precision=PRECISION)
     s1 = s1 * _lower(to, since, not AFTER, C) * (gain * scale)[None, :]
     s1_t = tl.zeros([C, C], tl.float32)
-    for v0 in tl.static_range(0, V, BV):
+    for v0 in range(0, V, BV):
         d_out = _load_rows(d_o + row * V, valid, v0, V, BV, WORK)
         r_t = _load_tile(residual_t, index, v0, 0, V, C, BV, C)
         s1_t = tl.dot(tl.trans(r_t), tl.trans(d_out), s1_t, input_precision=PRECISION)
     s1_t = (s1_t * _upper(to, since, not AFTER, C) * (gain * scale)[:, None]).to(WORK)
     s2 = tl.zeros([C, C], tl.float32)
-    for v0 in tl.static_range(0, V, BV):
+    for v0 in range(0, V, BV):
         r_t = _load_tile(residual_t, index, v0, 0, V, C, BV, C)
         d_r_t = _load_tile(d_residual_t, index, v0, 0, V, C, BV, C)
         s2 = tl.dot(tl.trans(d_r_t), r_t, s2, input_precision=PRECISION)
-        column = v0 + tl.arange(0, BV)
-        pointers = d_v + row[None, :] * V + column[:, None]
-        tl.store(pointers, d_r_t.to(d_v.dtype.element_ty), mask=valid[None, :] & (column < V)[:, None])
+        value = v0 + tl.arange(0, BV)
+        where = d_v + row[None, :] * V + value[:, None]
+        tl.store(where, d_r_t.to(d_v.dtype.element_ty), mask=valid[None, :] & (value < V)[:, None])
     # dr = eta times the gradient of what is written, so eta's own gradient is r . dr / eta
     d_gain = tl.sum(tl.where(slot[:, None] == slot[None, :], s2, 0.0), 1) / gain
     tl.store(d_strength + index * C + slot, d_gain)
     s2 = s2 * _lower(seen, since, True, C) * -gain[None, :]
     s2_t = tl.zeros([C, C], tl.float32)
-    for v0 in tl.static_range(0, V, BV):
+    for v0 in range(0, V, BV):
         r_t = _load_tile(residual_t, index, v0, 0, V, C, BV, C)
         d_r_t = _load_tile(d_residual_t, index, v0, 0, V, C, BV, C)
         s2_t = tl.dot(tl.trans(r_t), d_r_t, s2_t, input_precision=PRECISION)
@@ -391,7 +413,7 @@ def gradient_kernel(
         # every pair (i, j) decays over the steps between its tokens: add exactly those, so that nothing has to cancel
         read = tl.zeros([C, C], tl.float32)
         wrote = tl.zeros([C, C], tl.float32)
-        for k0 in tl.static_range(0, K, BK):
+        for k0 in range(0, K, BK):
             query = _load_rows(q + row * K, valid, k0, K, BK, WORK)
             x = _load_rows(pairs, valid, k0, K, BK, WORK)
             read = tl.dot(query, tl.trans(x), read, input_precision=PRECISION)
@@ -407,12 +429,12 @@ def gradient_kernel(
     d_since = tl.zeros([C], tl.float32)
     d_left = tl.zeros([C], tl.float32)
     d_kept = 0.0
-    for k0 in tl.static_range(0, K, BK):
+    for k0 in range(0, K, BK):
         column = k0 + tl.arange(0, BK)
         query = _load_rows(q + row * K, valid, k0, K, BK, WORK)
         x = _load_rows(pairs, valid, k0, K, BK, WORK)
         from_o = tl.zeros([C, BK], tl.float32)
-        for v0 in tl.static_range(0, V, BV):
+        for v0 in range(0, V, BV):
             S_t = _load_tile(borders_t, index, v0, k0, V, K, BV, BK)
             d_out = _load_rows(d_o + row * V, valid, v0, V, BV, WORK)
             from_o = tl.dot(d_out, S_t, from_o, input_precision=PRECISION)
@@ -425,7 +447,7 @@ def gradient_kernel(
         pointers = d_q + row[:, None] * K + column[None, :]
         tl.store(pointers, from_o.to(d_q.dtype.element_ty), mask=valid[:, None] & (column < K)[None, :])
         from_r = tl.zeros([C, BK], tl.float32)
-        for v0 in tl.static_range(0, V, BV):
+        for v0 in range(0, V, BV):
             S_t = _load_tile(borders_t, index, v0, k0, V, K, BV, BK)
             d_r_t = _load_tile(d_residual_t, index, v0, 0, V, C, BV, C)
             from_r = tl.dot(tl.trans(d_r_t), S_t, from_r, input_precision=PRECISION)
@@ -436,7 +458,7 @@ def gradient_kernel(
         if not WIDE:
             d_seen += tl.sum(x.to(tl.float32) * from_r, 1)
         from_S = tl.zeros([C, BK], tl.float32)
-        for v0 in tl.static_range(0, V, BV):
+        for v0 in range(0, V, BV):
             dS_t = _load_tile(d_borders_t, index, v0, k0, V, K, BV, BK)
             r_t = _load_tile(residual_t, index, v0, 0, V, C, BV, C)
             from_S = tl.dot(tl.trans(r_t), dS_t, from_S, input_precision=PRECISION)
@@ -448,7 +470,11 @@ def gradient_kernel(
         if not WIDE:
             d_since += tl.sum(x.to(tl.float32) * written, 1)
         d_x = from_r + from_S + written
-        tl.store(targets[:, None] + column[None, :], d_x.to(d_k.dtype.element_ty), mask=valid[:, None] & (column < K)[None, :])
+        tl.store(
+            targets[:, None] + column[None, :],
+            d_x.to(d_k.dtype.element_ty),
+            mask=valid[:, None] & (column < K)[None, :],
+        )
         if SHIFT:  # nobody's pair key
             tl.store(last + column, tl.zeros([BK], d_k.dtype.element_ty), mask=(column < K) & ends)
 
@@ -478,13 +504,22 @@ class Form:
     scale: float = 1.0
 
 
+# one configuration a kernel for operands of 16 bits, one for float32
 SETTINGS: dict[str, dict[str, int]] = {
-    "solve": {"BV": 128, "BK": 128, "num_warps": 4, "num_stages": 1},
+    "solve": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
     "scan": {"BV": 64, "num_warps": 4, "num_stages": 2},
-    "read": {"BV": 128, "BK": 128, "num_warps": 4, "num_stages": 1},
-    "transposed_solve": {"BV": 128, "BK": 128, "num_warps": 4, "num_stages": 1},
+    "read": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
+    "transposed_solve": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
     "scans": {"BV": 64, "num_warps": 4, "num_stages": 2},
-    "gradient": {"BV": 128, "BK": 64, "num_warps": 8, "num_stages": 1},
+    "gradient": {"BK": 32, "BV": 128, "num_warps": 4, "num_stages": 1},
+}
+SETTINGS_WIDE: dict[str, dict[str, int]] = {
+    "solve": {"BK": 32, "BV": 32, "num_warps": 8, "num_stages": 1},
+    "scan": {"BV": 16, "num_warps": 8, "num_stages": 1},
+    "read": {"BK": 32, "BV": 64, "num_warps": 8, "num_stages": 1},
+    "transposed_solve": {"BK": 32, "BV": 32, "num_warps": 8, "num_stages": 1},
+    "scans": {"BV": 16, "num_warps": 8, "num_stages": 1},
+    "gradient": {"BK": 32, "BV": 32, "num_warps": 8, "num_stages": 1},
 }
 
 
@@ -495,7 +530,9 @@ def work_dtype(x: Tensor) -> torch.dtype:
 
 def _settings(name: str, q: Tensor, v: Tensor, ranks: Ranks, form: Form) -> dict[str, Any]:
     K, V = q.shape[3], v.shape[3]
-    own = dict(SETTINGS[name])
+    own = dict((SETTINGS if q.dtype == torch.bfloat16 else SETTINGS_WIDE)[name])
+    if K > 128 and name in ("scan", "scans"):
+        own["BV"] = min(own["BV"], 32)  # S^T [BV, K] lies in registers
     own["BV"] = min(own["BV"], block(V))
     own["BK"] = min(own["BK"], block(K)) if "BK" in own else block(K)
     flags = {"SHIFT": int(form.shifted), "DECAYED": form.decayed, "AFTER": form.after}

@@ -10,7 +10,8 @@ from torch import Tensor
 from ..associative import Associative, Kept, segment_length
 from ..gpu import custom
 from ..ranks import CHUNK, Ranks, make_ranks
-from .prepass import Gates, gates, gates_backward, heads_of
+from .delta import regression
+from .prepass import Gates, gates, gates_backward, heads_of, pack, unpack
 from .reference import falcon_reference
 from .rules import RULES, FalconState, Options
 
@@ -101,36 +102,6 @@ def _new_tail(
 # --- falcon1a, falcon3a ---
 
 
-def _unpack(
-    q: Tensor,
-    docs: Tensor | None,
-    chunk_doc: Tensor | None,
-    segment_doc: Tensor | None,
-    rows: Tensor | None,
-    sizes: list[int],
-    rule: str,
-    flags: list[int],
-    numbers: list[float],
-) -> tuple[Ranks, Options]:
-    """Tables and options from what an operator can take."""
-    ranks = Ranks(*sizes, docs, chunk_doc, segment_doc, rows)
-    window, shifted, after, divide, coupled = flags
-    return ranks, Options(
-        RULES[rule], window, bool(shifted), bool(after), "beta" if divide else "eta", bool(coupled), *numbers
-    )
-
-
-def _pack(ranks: Ranks, options: Options) -> tuple[Any, ...]:
-    """The inverse of `_unpack`."""
-    sizes = [
-        ranks.batch, ranks.tokens, ranks.documents, ranks.overlap, ranks.segment, ranks.chunks, ranks.segments
-    ]  # fmt: skip
-    rule = next(name for name, rule in RULES.items() if rule == options.rule)
-    flags = [options.window, options.shifted, options.read_after_write, options.step == "beta", options.scale_coupled]
-    tables = (ranks.docs, ranks.chunk_doc, ranks.segment_doc, ranks.rows)
-    return *tables, sizes, rule, [int(x) for x in flags], [options.eps, options.decay_floor]
-
-
 def _call(
     q: Tensor,
     k: Tensor,
@@ -168,7 +139,7 @@ def _forward(
     flags: list[int],
     numbers: list[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    ranks, options = _unpack(q, docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
+    ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
     found, vector = gates(k, head_x, beta, ridge, first, count, ranks, options)
     o, S, _, kept = _call(q, k, v, head_x, head_v, first, found, ranks, options).forward(S, S.new_empty(0))
     return o, S, kept.states, kept.total, found, vector
@@ -216,7 +187,7 @@ def _backward(
     found: Tensor,
     vector: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    ranks, options = _unpack(q, docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
+    ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
     call = _call(q, k, v, head_x, head_v, first, found, ranks, options)
     none = d_S.new_empty(0)
     d_q, d_k, d_v, d_head_x, d_head_v, d_S, _, d_strength, d_log_decay = call.backward(
@@ -264,8 +235,13 @@ def inner_product(
     options: Options,
 ) -> tuple[Tensor, Tensor]:
     """falcon1a and falcon3a."""
-    o, S, *_ = _associative(q, k, v, beta, ridge, head_x, head_v, S, first, count, *_pack(ranks, options))
+    o, S, *_ = _associative(q, k, v, beta, ridge, head_x, head_v, S, first, count, *pack(ranks, options))
     return o, S
 
 
-KERNELS: dict[Any, Kernels] = {RULES["falcon1a"]: inner_product, RULES["falcon3a"]: inner_product}
+KERNELS: dict[Any, Kernels] = {
+    RULES["falcon1"]: regression,
+    RULES["falcon3"]: regression,
+    RULES["falcon1a"]: inner_product,
+    RULES["falcon3a"]: inner_product,
+}
