@@ -45,18 +45,20 @@ def _rows(
     H,
     K: tl.constexpr,
     SHIFT: tl.constexpr,
+    W: tl.constexpr,
     PLAIN: tl.constexpr,
     MASKED: tl.constexpr,
     C: tl.constexpr,
 ):
-    """For every slot of chunk c: index of its token and head in the flattened inputs, whether it holds a token, and where
-    its pair key is."""
+    """For every slot of chunk c: index of its token and head in the flattened inputs, whether it holds a token of its own,
+    where its pair key is, and whether there is one."""
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
-    rank = i * C + tl.arange(0, C)
-    valid = rank < length
+    slot = tl.arange(0, C)
+    rank = i * (C - W + 1) - (W - 1) + slot
+    valid = (slot >= W - 1) & (rank < length)
     row = row_of(rows, start, rank, valid, MASKED) * H + h
-    pairs, _paired = key_pointers(k, head, rows, n, start, length, h, rank, H, K, 1, SHIFT, MASKED)
-    return row, valid, pairs
+    pairs, paired = key_pointers(k, head, rows, n, start, length, h, rank, H, K, W, SHIFT, MASKED)
+    return row, valid, pairs, paired
 
 
 @triton.jit
@@ -159,23 +161,23 @@ def _unit_lower_inverse(M, C: tl.constexpr, PRECISION: tl.constexpr):
 def solve_kernel(
     k, head, v, strength, upto, upto_low, solve, from_S, from_v_t, docs, chunk_doc, rows, T, NC,
     H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    SHIFT: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """solve `[C, C]`, from_S `[C, K]` and from_v_t `[V, C]` of every tile."""
     index = tl.program_id(0).to(tl.int64)
     c, h = index // H, index % H
-    row, valid, pairs = _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, PLAIN, MASKED, C)
+    row, valid, pairs, paired = _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, W, PLAIN, MASKED, C)
     gain, since, until, total = _gates(strength, upto, upto_low, index, WIDE, C)
     seen = since if DECAYED else until
     gram = tl.zeros([C, C], tl.float32)
     for k0 in range(0, K, BK):
-        x = _load_rows(pairs, valid, k0, K, BK, WORK)
+        x = _load_rows(pairs, paired, k0, K, BK, WORK)
         gram = tl.dot(x, tl.trans(x), gram, input_precision=PRECISION)
     inverse = _unit_lower_inverse(gram * _lower(seen, since, True, C) * gain[None, :], C, PRECISION)
     _store_tile(solve, index, 0, 0, inverse, C, C, C, C)
     reading = (inverse * tl.exp(seen.to(tl.float32))[None, :]).to(WORK)
     for k0 in range(0, K, BK):
-        x = _load_rows(pairs, valid, k0, K, BK, WORK)
+        x = _load_rows(pairs, paired, k0, K, BK, WORK)
         _store_tile(from_S, index, 0, k0, tl.dot(reading, x, input_precision=PRECISION), C, K, C, BK)
     inverse = inverse.to(WORK)
     for v0 in range(0, V, BV):
@@ -188,7 +190,7 @@ def solve_kernel(
 def _scan_forward(
     k, head, S_in, S_out, strength, upto, upto_low, from_S, residual_t, borders_t, docs, chunk_doc, rows, T, NC, n, h, v0,
     H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    SHIFT: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Carry S^T `[BV, K]` over the chunks of document n: writes the residuals and the state before every chunk."""
     begin, end = n * NC, (n + 1) * NC
@@ -200,12 +202,14 @@ def _scan_forward(
     S = tl.load(S_in + place, mask=inside, other=0.0)
     for c in range(begin, end):
         index = c * H + h
-        row, valid, pairs = _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, PLAIN, MASKED, C)
+        row, valid, pairs, paired = _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, W, PLAIN, MASKED, C)
         reading = _load_tile(from_S, index, 0, 0, C, K, C, BK)
         r = _load_tile(residual_t, index, v0, 0, V, C, BV, C)
-        x = _load_rows(pairs, valid, 0, K, BK, WORK)
+        x = _load_rows(pairs, paired, 0, K, BK, WORK)
         gain, since, _until, total = _gates(strength, upto, upto_low, index, WIDE, C)
         leaves, keep = gain * tl.exp((total - since).to(tl.float32)), tl.exp(total.to(tl.float32))
+        if W > 1:  # what is written is already weighted
+            leaves = tl.full([C], 1.0, tl.float32)
         narrow = S.to(WORK)
         _store_tile(borders_t, index, v0, 0, narrow, V, K, BV, BK)
         r = r.to(tl.float32) - tl.dot(narrow, tl.trans(reading), input_precision=PRECISION)
@@ -218,13 +222,13 @@ def _scan_forward(
 def scan_kernel(
     k, head, S_in, S_out, strength, upto, upto_low, from_S, residual_t, borders_t, docs, chunk_doc, rows, T, NC,
     H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    SHIFT: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """residual_t holds from_v_t and is overwritten with the residuals."""
     lane = tl.program_id(1).to(tl.int64)
     _scan_forward(
         k, head, S_in, S_out, strength, upto, upto_low, from_S, residual_t, borders_t, docs, chunk_doc, rows, T, NC,
-        lane // H, lane % H, tl.program_id(0) * BV, H, K, V, C, BK, BV, SHIFT, DECAYED, AFTER, PLAIN, MASKED, WORK, WIDE, PRECISION,
+        lane // H, lane % H, tl.program_id(0) * BV, H, K, V, C, BK, BV, SHIFT, W, DECAYED, AFTER, PLAIN, MASKED, WORK, WIDE, PRECISION,
     )  # fmt: skip
 
 
@@ -232,19 +236,19 @@ def scan_kernel(
 def read_kernel(
     q, k, head, strength, upto, upto_low, residual_t, borders_t, o, scale, docs, chunk_doc, rows, T, NC,
     H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    SHIFT: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Outputs of a tile from its residuals and the state before it."""
     index = tl.program_id(0).to(tl.int64)
     c, h, v0 = index // H, index % H, tl.program_id(1) * BV
-    row, valid, pairs = _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, PLAIN, MASKED, C)
+    row, valid, pairs, paired = _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, W, PLAIN, MASKED, C)
     gain, since, until, _total = _gates(strength, upto, upto_low, index, WIDE, C)
     to = since if AFTER else until
     scores = tl.zeros([C, C], tl.float32)
     out = tl.zeros([C, BV], tl.float32)
     for k0 in range(0, K, BK):
         query = _load_rows(q + row * K, valid, k0, K, BK, WORK)
-        x = _load_rows(pairs, valid, k0, K, BK, WORK)
+        x = _load_rows(pairs, paired, k0, K, BK, WORK)
         S_t = _load_tile(borders_t, index, v0, k0, V, K, BV, BK)
         scores = tl.dot(query, tl.trans(x), scores, input_precision=PRECISION)
         out = tl.dot(query, tl.trans(S_t), out, input_precision=PRECISION)
@@ -264,13 +268,13 @@ def read_kernel(
 def transposed_solve_kernel(
     q, k, head, v, d_o, strength, upto, upto_low, solve, from_S, from_v_t, to_r, from_o_t, d_o_t, scale, docs, chunk_doc, rows, T, NC,
     H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    SHIFT: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What both scans of the backward pass read. With the gradient dS of the state behind a chunk, the residuals' gradient is
     dr = from_o + to_r dS, and dS_0 = e^{u_C} dS + (e^c q)^T d_o - (e^a x)^T dr."""
     index = tl.program_id(0).to(tl.int64)
     c, h = index // H, index % H
-    row, valid, pairs = _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, PLAIN, MASKED, C)
+    row, valid, pairs, paired = _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, W, PLAIN, MASKED, C)
     gain, since, until, total = _gates(strength, upto, upto_low, index, WIDE, C)
     seen = since if DECAYED else until
     to = since if AFTER else until
@@ -282,7 +286,7 @@ def transposed_solve_kernel(
     reading, leaving = (inverse * reads[None, :]).to(WORK), (inverse_t * leaves[None, :]).to(WORK)
     for k0 in range(0, K, BK):
         query = _load_rows(q + row * K, valid, k0, K, BK, WORK)
-        x = _load_rows(pairs, valid, k0, K, BK, WORK)
+        x = _load_rows(pairs, paired, k0, K, BK, WORK)
         scores_t = tl.dot(x, tl.trans(query), scores_t, input_precision=PRECISION)
         _store_tile(from_S, index, 0, k0, tl.dot(reading, x, input_precision=PRECISION), C, K, C, BK)
         _store_tile(to_r, index, 0, k0, tl.dot(leaving, x, input_precision=PRECISION), C, K, C, BK)
@@ -303,7 +307,7 @@ def transposed_solve_kernel(
 def _scan_backward(
     q, k, head, dS_in, dS_out, strength, upto, upto_low, to_r, d_residual_t, d_o_t, d_borders_t, docs, chunk_doc, rows, T, NC, n, h, v0,
     H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    SHIFT: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Carry dS^T `[BV, K]` back over the chunks of document n: writes the residuals' gradients and dS behind every chunk."""
     begin, end = n * NC, (n + 1) * NC
@@ -316,14 +320,16 @@ def _scan_backward(
     for back in range(0, end - begin):
         c = end - 1 - back
         index = c * H + h
-        row, valid, pairs = _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, PLAIN, MASKED, C)
+        row, valid, pairs, paired = _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, W, PLAIN, MASKED, C)
         leaving = _load_tile(to_r, index, 0, 0, C, K, C, BK)
         d_r = _load_tile(d_residual_t, index, v0, 0, V, C, BV, C)
         d_out = _load_tile(d_o_t, index, v0, 0, V, C, BV, C)
         query = _load_rows(q + row * K, valid, 0, K, BK, WORK)
-        x = _load_rows(pairs, valid, 0, K, BK, WORK)
+        x = _load_rows(pairs, paired, 0, K, BK, WORK)
         _gain, since, until, total = _gates(strength, upto, upto_low, index, WIDE, C)
         reads, keep = tl.exp((since if DECAYED else until).to(tl.float32)), tl.exp(total.to(tl.float32))
+        if W > 1:
+            reads = tl.full([C], 1.0, tl.float32)
         narrow = dS.to(WORK)
         _store_tile(d_borders_t, index, v0, 0, narrow, V, K, BV, BK)
         d_r = d_r.to(tl.float32) + tl.dot(narrow, tl.trans(leaving), input_precision=PRECISION)
@@ -338,7 +344,7 @@ def scans_kernel(
     q, k, head, S_in, S_out, dS_in, dS_out, strength, upto, upto_low, from_S, residual_t, to_r, d_residual_t, d_o_t,
     borders_t, d_borders_t, docs, chunk_doc, rows, T, NC,
     H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    SHIFT: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Both scans of the backward pass side by side: states forward again, their gradients backward."""
     lane = tl.program_id(1).to(tl.int64)
@@ -346,12 +352,12 @@ def scans_kernel(
     if tl.program_id(0) % 2 == 0:
         _scan_forward(
             k, head, S_in, S_out, strength, upto, upto_low, from_S, residual_t, borders_t, docs, chunk_doc, rows, T, NC,
-            n, h, v0, H, K, V, C, BK, BV, SHIFT, DECAYED, AFTER, PLAIN, MASKED, WORK, WIDE, PRECISION,
+            n, h, v0, H, K, V, C, BK, BV, SHIFT, W, DECAYED, AFTER, PLAIN, MASKED, WORK, WIDE, PRECISION,
         )  # fmt: skip
     else:
         _scan_backward(
             q, k, head, dS_in, dS_out, strength, upto, upto_low, to_r, d_residual_t, d_o_t, d_borders_t, docs, chunk_doc, rows, T, NC,
-            n, h, v0, H, K, V, C, BK, BV, SHIFT, DECAYED, AFTER, PLAIN, MASKED, WORK, WIDE, PRECISION,
+            n, h, v0, H, K, V, C, BK, BV, SHIFT, W, DECAYED, AFTER, PLAIN, MASKED, WORK, WIDE, PRECISION,
         )  # fmt: skip
 
 
@@ -360,12 +366,12 @@ def gradient_kernel(
     q, k, head, d_o, strength, upto, upto_low, residual_t, d_residual_t, borders_t, d_borders_t,
     d_q, d_k, d_head, d_v, d_strength, d_log_decay, scale, docs, chunk_doc, rows, T, NC,
     H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    SHIFT: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile's inputs. Transposed products are formed anew from their operands, never by transposing a result."""
     index = tl.program_id(0).to(tl.int64)
     c, h = index // H, index % H
-    row, valid, pairs = _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, PLAIN, MASKED, C)
+    row, valid, pairs, paired = _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, W, PLAIN, MASKED, C)
     gain, since, until, total = _gates(strength, upto, upto_low, index, WIDE, C)
     seen = since if DECAYED else until
     to = since if AFTER else until
@@ -373,7 +379,7 @@ def gradient_kernel(
     leaves = gain * tl.exp((total - since).to(tl.float32))
     slot = tl.arange(0, C)
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
-    targets, _ok = key_pointers(d_k, d_head, rows, n, start, length, h, i * C + slot, H, K, 1, SHIFT, MASKED)
+    targets, _ok = key_pointers(d_k, d_head, rows, n, start, length, h, i * C + slot, H, K, W, SHIFT, MASKED)
     ends = (i * C < length) & (i * C + C >= length)
     last = d_k + (row_of(rows, start, length - 1, ends, MASKED) * H + h) * K
 
@@ -415,7 +421,7 @@ def gradient_kernel(
         wrote = tl.zeros([C, C], tl.float32)
         for k0 in range(0, K, BK):
             query = _load_rows(q + row * K, valid, k0, K, BK, WORK)
-            x = _load_rows(pairs, valid, k0, K, BK, WORK)
+            x = _load_rows(pairs, paired, k0, K, BK, WORK)
             read = tl.dot(query, tl.trans(x), read, input_precision=PRECISION)
             wrote = tl.dot(x, tl.trans(x), wrote, input_precision=PRECISION)
         read, wrote = read * s1, wrote * s2
@@ -432,7 +438,7 @@ def gradient_kernel(
     for k0 in range(0, K, BK):
         column = k0 + tl.arange(0, BK)
         query = _load_rows(q + row * K, valid, k0, K, BK, WORK)
-        x = _load_rows(pairs, valid, k0, K, BK, WORK)
+        x = _load_rows(pairs, paired, k0, K, BK, WORK)
         from_o = tl.zeros([C, BK], tl.float32)
         for v0 in range(0, V, BV):
             S_t = _load_tile(borders_t, index, v0, k0, V, K, BV, BK)
@@ -496,12 +502,14 @@ class Form:
         decayed: the residual sees the state after this token's decay.
         after: a read sees this token's write.
         scale: of the read.
+        window: pairs that a token writes.
     """
 
     shifted: bool
     decayed: bool = False
     after: bool = True
     scale: float = 1.0
+    window: int = 1
 
 
 # one configuration a kernel for operands of 16 bits, one for float32
@@ -512,6 +520,9 @@ SETTINGS: dict[str, dict[str, int]] = {
     "transposed_solve": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
     "scans": {"BV": 64, "num_warps": 4, "num_stages": 2},
     "gradient": {"BK": 32, "BV": 128, "num_warps": 4, "num_stages": 1},
+    "response": {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
+    "apply": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
+    "window_read": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
 }
 SETTINGS_WIDE: dict[str, dict[str, int]] = {
     "solve": {"BK": 32, "BV": 32, "num_warps": 8, "num_stages": 1},
@@ -520,6 +531,9 @@ SETTINGS_WIDE: dict[str, dict[str, int]] = {
     "transposed_solve": {"BK": 32, "BV": 32, "num_warps": 8, "num_stages": 1},
     "scans": {"BV": 16, "num_warps": 8, "num_stages": 1},
     "gradient": {"BK": 32, "BV": 32, "num_warps": 8, "num_stages": 1},
+    "response": {"BK": 32, "BV": 32, "num_warps": 4, "num_stages": 1},
+    "apply": {"BK": 32, "BV": 32, "num_warps": 8, "num_stages": 1},
+    "window_read": {"BK": 32, "BV": 64, "num_warps": 8, "num_stages": 1},
 }
 
 
@@ -535,7 +549,7 @@ def _settings(name: str, q: Tensor, v: Tensor, ranks: Ranks, form: Form) -> dict
         own["BV"] = min(own["BV"], 32)  # S^T [BV, K] lies in registers
     own["BV"] = min(own["BV"], block(V))
     own["BK"] = min(own["BK"], block(K)) if "BK" in own else block(K)
-    flags = {"SHIFT": int(form.shifted), "DECAYED": form.decayed, "AFTER": form.after}
+    flags = {"SHIFT": int(form.shifted), "DECAYED": form.decayed, "AFTER": form.after, "W": form.window}
     flags |= {"WORK": tl.bfloat16 if work_dtype(q) == torch.bfloat16 else tl.float32, "WIDE": q.dtype == torch.float32}
     return {
         **tables(ranks),

@@ -12,6 +12,7 @@ from ..gpu import custom
 from ..ranks import CHUNK, Ranks
 from .prepass import Gates, gates, gates_backward, pack, unpack
 from .rules import Options
+from .windows import window_forward
 
 
 def regression(
@@ -29,12 +30,12 @@ def regression(
     options: Options,
 ) -> tuple[Tensor, Tensor]:
     """falcon1."""
-    o, S, *_ = _regression(q, k, v, beta, ridge, head_x, S.contiguous(), first, count, *pack(ranks, options))
+    o, S, *_ = _regression(q, k, v, beta, ridge, head_x, head_v, S.contiguous(), first, count, *pack(ranks, options))
     return o, S
 
 
 def _form(options: Options) -> Form:
-    return Form(shifted=options.shifted, after=options.read_after_write)
+    return Form(shifted=options.shifted, after=options.read_after_write, window=options.window)
 
 
 def _forward(
@@ -44,6 +45,7 @@ def _forward(
     beta: Tensor,
     ridge: Tensor,
     head_x: Tensor,
+    head_v: Tensor,
     S: Tensor,
     first: Tensor,
     count: Tensor,
@@ -58,12 +60,15 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
     found, vector = gates(k, head_x, beta, ridge, first, count, ranks, options)
-    o, S, solve = delta_forward(q, k, head_x, v, *found[:3], S, ranks, _form(options))
+    if options.window > 1:
+        o, S, solve = window_forward(q, k, head_x, v, head_v, first, *found[:3], S, ranks, _form(options))
+    else:
+        o, S, solve = delta_forward(q, k, head_x, v, *found[:3], S, ranks, _form(options))
     return o, S, solve, found, vector
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    S, chunks, heads = others[3], others[10][5], q.shape[2]
+    S, chunks, heads = others[4], others[11][5], q.shape[2]
     return (
         torch.empty_like(v),
         torch.empty_like(S),
@@ -82,6 +87,7 @@ def _backward(
     beta: Tensor,
     ridge: Tensor,
     head_x: Tensor,
+    head_v: Tensor,
     S: Tensor,
     first: Tensor,
     count: Tensor,
@@ -98,7 +104,7 @@ def _backward(
     solve: Tensor,
     found: Tensor,
     vector: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
     d_q, d_k, d_head_x, d_v, d_strength, d_log_decay, d_S = delta_backward(
         q, k, head_x, v, *found[:3], S, solve, d_o.contiguous(), d_S_out.contiguous(), ranks, _form(options)
@@ -118,13 +124,13 @@ def _backward(
         ranks,
         options,
     )
-    return d_q, d_k, d_v, d_beta, d_ridge, d_head_x, d_S
+    return d_q, d_k, d_v, d_beta, d_ridge, d_head_x, torch.zeros_like(head_v), d_S
 
 
 def _fake_backward(d_o: Tensor, d_S_out: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x) for x in arguments[:7])
+    return tuple(torch.empty_like(x) for x in arguments[:8])
 
 
 _regression = custom(
-    "falcon_delta", _forward, _backward, _fake_forward, _fake_backward, outputs=2, inputs=range(7), module=__name__
+    "falcon_delta", _forward, _backward, _fake_forward, _fake_backward, outputs=2, inputs=range(8), module=__name__
 )
