@@ -519,7 +519,7 @@ SETTINGS: dict[str, dict[str, int]] = {
     "read": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
     "transposed_solve": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
     "scans": {"BV": 64, "num_warps": 4, "num_stages": 2},
-    "gradient": {"BK": 32, "BV": 128, "num_warps": 4, "num_stages": 1},
+    "gradient": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
     "response": {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
     "apply": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
     "window_read": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},

@@ -12,7 +12,7 @@ from ..gpu import custom
 from ..ranks import CHUNK, Ranks
 from .prepass import Gates, gates, gates_backward, pack, unpack
 from .rules import Options
-from .windows import window_forward
+from .windows import window_backward, window_forward
 
 
 def regression(
@@ -68,13 +68,15 @@ def _forward(
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    S, chunks, heads = others[4], others[11][5], q.shape[2]
+    S, (ranks, options) = others[4], unpack(*others[7:])
+    tiles, wide = ranks.chunks * q.shape[2], {"dtype": torch.float32}
+    windows = ranks.batch * ranks.tokens if options.window > 1 and options.needs_energy else 0
     return (
         torch.empty_like(v),
         torch.empty_like(S),
-        q.new_empty(chunks * heads, CHUNK, CHUNK, dtype=work_dtype(q)),
-        q.new_empty(4, chunks, heads, CHUNK, dtype=torch.float32),
-        q.new_empty(0, dtype=torch.float32),
+        q.new_empty(tiles, *((4,) if options.window > 1 else ()), CHUNK, CHUNK, dtype=work_dtype(q)),
+        q.new_empty(4, ranks.chunks, q.shape[2], CHUNK, **wide),
+        q.new_empty(windows, q.shape[2], options.window, **wide) if windows else q.new_empty(0, **wide),
     )
 
 
@@ -106,9 +108,16 @@ def _backward(
     vector: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
-    d_q, d_k, d_head_x, d_v, d_strength, d_log_decay, d_S = delta_backward(
-        q, k, head_x, v, *found[:3], S, solve, d_o.contiguous(), d_S_out.contiguous(), ranks, _form(options)
-    )
+    d_o, d_S_out = d_o.contiguous(), d_S_out.contiguous()
+    if options.window > 1:
+        d_q, d_k, d_head_x, d_v, d_head_v, d_strength, d_log_decay, d_S = window_backward(
+            q, k, head_x, v, head_v, first, *found[:3], S, solve, d_o, d_S_out, ranks, _form(options)
+        )
+    else:
+        d_q, d_k, d_head_x, d_v, d_strength, d_log_decay, d_S = delta_backward(
+            q, k, head_x, v, *found[:3], S, solve, d_o, d_S_out, ranks, _form(options)
+        )
+        d_head_v = torch.zeros_like(head_v)
     d_beta, d_ridge = gates_backward(
         k,
         head_x,
@@ -124,7 +133,7 @@ def _backward(
         ranks,
         options,
     )
-    return d_q, d_k, d_v, d_beta, d_ridge, d_head_x, torch.zeros_like(head_v), d_S
+    return d_q, d_k, d_v, d_beta, d_ridge, d_head_x, d_head_v, d_S
 
 
 def _fake_backward(d_o: Tensor, d_S_out: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
