@@ -424,10 +424,12 @@ def gradient_kernel(
             x = _load_rows(pairs, paired, k0, K, BK, WORK)
             read = tl.dot(query, tl.trans(x), read, input_precision=PRECISION)
             wrote = tl.dot(x, tl.trans(x), wrote, input_precision=PRECISION)
-        read, wrote = read * s1, wrote * s2
-        spans = tl.cumsum(read, 0, reverse=True) - (tl.zeros_like(read) if AFTER else read)
-        spans += tl.cumsum(wrote, 0, reverse=True) - (tl.zeros_like(wrote) if DECAYED else wrote)
-        d_step = tl.sum(tl.where(slot[:, None] > slot[None, :], spans, 0.0), 1)
+        behind = slot[:, None] - slot[None, :]
+        crossed = behind <= 0 if AFTER else behind < 0
+        spans = tl.dot(tl.where(crossed, 1.0, 0.0), read * s1, input_precision=PRECISION)
+        crossed = behind <= 0 if DECAYED else behind < 0
+        spans = tl.dot(tl.where(crossed, 1.0, 0.0), wrote * s2, spans, input_precision=PRECISION)
+        d_step = tl.sum(tl.where(behind > 0, spans, 0.0), 1)
     s1, s2 = s1.to(WORK), s2.to(WORK)
 
     d_read = tl.zeros([C], tl.float32)
@@ -512,7 +514,8 @@ class Form:
     window: int = 1
 
 
-# one configuration a kernel for operands of 16 bits, one for float32
+# One configuration a kernel for operands of 16 bits, one for float32. Dots are never narrower than 64 (the scans over float32
+# values excepted): on Hopper with Triton 3.6, width 32 with 4 warps gave wrong gradients, and width 16 an illegal access.
 SETTINGS: dict[str, dict[str, int]] = {
     "solve": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
     "scan": {"BV": 64, "num_warps": 4, "num_stages": 2},
@@ -525,15 +528,15 @@ SETTINGS: dict[str, dict[str, int]] = {
     "window_read": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
 }
 SETTINGS_WIDE: dict[str, dict[str, int]] = {
-    "solve": {"BK": 32, "BV": 32, "num_warps": 8, "num_stages": 1},
+    "solve": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
     "scan": {"BV": 16, "num_warps": 8, "num_stages": 1},
-    "read": {"BK": 32, "BV": 64, "num_warps": 8, "num_stages": 1},
-    "transposed_solve": {"BK": 32, "BV": 32, "num_warps": 8, "num_stages": 1},
+    "read": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
+    "transposed_solve": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
     "scans": {"BV": 16, "num_warps": 8, "num_stages": 1},
-    "gradient": {"BK": 32, "BV": 32, "num_warps": 8, "num_stages": 1},
-    "response": {"BK": 32, "BV": 32, "num_warps": 4, "num_stages": 1},
-    "apply": {"BK": 32, "BV": 32, "num_warps": 8, "num_stages": 1},
-    "window_read": {"BK": 32, "BV": 64, "num_warps": 8, "num_stages": 1},
+    "gradient": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
+    "response": {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
+    "apply": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
+    "window_read": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
 }
 
 
@@ -547,8 +550,10 @@ def _settings(name: str, q: Tensor, v: Tensor, ranks: Ranks, form: Form) -> dict
     own = dict((SETTINGS if q.dtype == torch.bfloat16 else SETTINGS_WIDE)[name])
     if K > 128 and name in ("scan", "scans"):
         own["BV"] = min(own["BV"], 32)  # S^T [BV, K] lies in registers
-    own["BV"] = min(own["BV"], block(V))
-    own["BK"] = min(own["BK"], block(K)) if "BK" in own else block(K)
+    own["BV"] = min(own["BV"], max(64, block(V)))
+    own["BK"] = min(own["BK"], max(64, block(K))) if "BK" in own else max(64, block(K))
+    if K > 128 and name in ("scan", "scans") and q.dtype == torch.bfloat16:
+        own |= {"num_warps": 8, "num_stages": 1}  # S^T [BV, K] and two operands as wide
     flags = {"SHIFT": int(form.shifted), "DECAYED": form.decayed, "AFTER": form.after, "W": form.window}
     flags |= {"WORK": tl.bfloat16 if work_dtype(q) == torch.bfloat16 else tl.float32, "WIDE": q.dtype == torch.float32}
     return {

@@ -17,7 +17,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..delta import FIXED, Form, _gates, _load_rows, _load_tile, _rows, _settings, _store_tile, scan_kernel, scans_kernel, work_dtype
+from ..delta import (
+    FIXED,
+    Form,
+    _gates,
+    _load_rows,
+    _load_tile,
+    _rows,
+    _settings,
+    _store_tile,
+    scan_kernel,
+    scans_kernel,
+    work_dtype,
+)
 from ..gpu import block, key_pointers, of_chunk, on_device, value_pointers
 from ..ranks import CHUNK, Ranks
 
@@ -108,7 +120,10 @@ def response_kernel(
             H, K, C, BK, SHIFT, W, AFTER, PLAIN, MASKED, WORK, WIDE, PRECISION,
         )  # fmt: skip
         tl.debug_barrier()  # the chunk before is read no more
-        tl.store(coupling + row_at, tl.where(entering > 0, gram * entering, tl.where(slot[:, None] - slot[None, :] < W, gram, 0.0)))
+        tl.store(
+            coupling + row_at,
+            tl.where(entering > 0, gram * entering, tl.where(slot[:, None] - slot[None, :] < W, gram, 0.0)),
+        )
         tl.store(score + row_at, scores)
         tl.store(band + slot[:, None] * (2 * C) + column[None, :], tl.zeros([C, 2 * C], tl.float32))
         tl.debug_barrier()
@@ -265,7 +280,9 @@ def window_product_kernel(
         d_written = tl.zeros([C, BV], tl.float32)
         for k0 in range(0, K, BK):
             x = _load_rows(pairs, paired, k0, K, BK, WORK)
-            seen_t = tl.dot(_load_tile(borders_t, index, v0, k0, V, K, BV, BK), tl.trans(x), seen_t, input_precision=PRECISION)
+            seen_t = tl.dot(
+                _load_tile(borders_t, index, v0, k0, V, K, BV, BK), tl.trans(x), seen_t, input_precision=PRECISION
+            )
             dS_t = _load_tile(d_borders_t, index, v0, k0, V, K, BV, BK)
             d_written = tl.dot(x, tl.trans(dS_t), d_written, input_precision=PRECISION)
         narrow, seen = d_written.to(WORK), seen_t.to(WORK)
@@ -278,7 +295,11 @@ def window_product_kernel(
         d_value = tl.dot(write_t, narrow, input_precision=PRECISION)
         d_value = tl.dot(read_t, d_out, d_value, input_precision=PRECISION)
         column = v0 + tl.arange(0, BV)
-        tl.store(targets[:, None] + column[None, :], d_value.to(d_v.dtype.element_ty), mask=present[:, None] & (column < V)[None, :])
+        tl.store(
+            targets[:, None] + column[None, :],
+            d_value.to(d_v.dtype.element_ty),
+            mask=present[:, None] & (column < V)[None, :],
+        )
     at = d_responses + index * (4 * C * C) + slot[:, None] * (2 * C) + slot[None, :]
     tl.store(at, write_v.to(d_responses.dtype.element_ty))
     tl.store(at + C, write_S.to(d_responses.dtype.element_ty))
@@ -294,7 +315,9 @@ def response_backward_kernel(
 ):  # fmt: skip
     """The run over the tokens back to front. d_couplings `[M * H, 2, C, C]`: gradients of the Gram matrix, both orders of a pair
     added up, and of the scores. d_log_decay holds the part that the responses see."""
-    coupling = scratch + tl.program_id(0).to(tl.int64) * (2 * C * C + 2 * C * BW * 2 * C + 4 * C * 2 * C + C * BW * (BW + 1))
+    coupling = scratch + tl.program_id(0).to(tl.int64) * (
+        2 * C * C + 2 * C * BW * 2 * C + 4 * C * 2 * C + C * BW * (BW + 1)
+    )
     score = coupling + C * C
     shown_e = score + C * C  # residuals and partial writes of every token
     shown_p = shown_e + C * BW * 2 * C
@@ -340,7 +363,11 @@ def response_backward_kernel(
         tl.store(score + row_at, scores * reading)  # what the reads see of pairs that have left
         d_hat = tl.where(left, whole * ending[:, None], 0.0)
         last = C - 1 - age
-        d_p = tl.load(d_write + last[:, None] * (2 * C) + column[None, :], mask=(age < W - 1)[:, None] & (column >= 0)[None, :], other=0.0).to(tl.float32)
+        d_p = tl.load(
+            d_write + last[:, None] * (2 * C) + column[None, :],
+            mask=(age < W - 1)[:, None] & (column >= 0)[None, :],
+            other=0.0,
+        ).to(tl.float32)
         d_R = tl.zeros([BW, 2 * C], tl.float32)
         tl.debug_barrier()
         weights_t = tl.load(score + slot[None, :] * C + slot[:, None])
@@ -359,12 +386,16 @@ def response_backward_kernel(
             d_hat += past[:, None] * first_row[None, :]
             near = tl.load(coupling + (s + 1) * C + s - age, mask=(age < W - 1) & inside, other=0.0)
             weight = tl.load(score + shown * C + s - age, mask=(age < W - 1) & (shown < C), other=0.0)
-            d_out = tl.load(d_read + shown * (2 * C) + column, mask=(column >= 0) & (shown < C), other=0.0).to(tl.float32)
+            d_out = tl.load(d_read + shown * (2 * C) + column, mask=(column >= 0) & (shown < C), other=0.0).to(
+                tl.float32
+            )
             d_p += near[:, None] * first_row[None, :] + weight[:, None] * d_out[None, :]
             done = tl.sum(tl.where((slot == s - (W - 1))[:, None], d_hat, 0.0), 0)
             d_p += tl.where((age == W - 1)[:, None], done[None, :], 0.0)
             inner = _window_gram(coupling, s, C, W, BW)
-            d_e = tl.where((age < W)[:, None], d_p, 0.0) + tl.sum(inner[:, :, None] * d_R[:, None, :], 0)  # over the gain
+            d_e = tl.where((age < W)[:, None], d_p, 0.0) + tl.sum(
+                inner[:, :, None] * d_R[:, None, :], 0
+            )  # over the gain
             e = tl.load(shown_e + s * (BW * 2 * C) + window, mask=inside_window, other=0.0)
             p = tl.load(shown_p + s * (BW * 2 * C) + window, mask=inside_window, other=0.0)
             before = tl.load(shown_p + (s - 1) * (BW * 2 * C) + window, mask=inside_window & (s > W - 1), other=0.0)
@@ -389,12 +420,15 @@ def response_backward_kernel(
         d_far_score = tl.dot(d_out, tl.trans(hat), input_precision=PRECISION) * reading
         # every pair decays over the steps between: add exactly those
         inner_span = d_far * tl.load(coupling + row_at)
-        spans = tl.cumsum(inner_span, 0, reverse=True) - inner_span
         read_span = d_far_score * tl.load(score + row_at)
-        spans += tl.cumsum(read_span, 0, reverse=True) - (tl.zeros_like(read_span) if AFTER else read_span)
+        spans = tl.dot(tl.where(behind < 0, 1.0, 0.0), inner_span, input_precision=PRECISION)
+        reads = behind <= 0 if AFTER else behind < 0
+        spans = tl.dot(tl.where(reads, 1.0, 0.0), read_span, spans, input_precision=PRECISION)
         d_step = tl.sum(tl.where(behind >= W, spans + d_ending[None, :], 0.0), 1)
         _gain, since, until, _total = _gates(strength, upto, upto_low, index, WIDE, C)
-        fresh = tl.sum(tl.where(column[None, :] == C + slot[:, None], first_rows, 0.0), 1) * tl.exp(until.to(tl.float32))
+        fresh = tl.sum(tl.where(column[None, :] == C + slot[:, None], first_rows, 0.0), 1) * tl.exp(
+            until.to(tl.float32)
+        )
         d_step += tl.cumsum(fresh, 0, reverse=True) - fresh
         d_step += tl.sum(tl.load(part_kept + wide), 1) * tl.exp((since - until).to(tl.float32))
         token = slot >= W - 1
@@ -434,7 +468,9 @@ def window_gradient_kernel(
     index = tl.program_id(0).to(tl.int64)
     c, h = index // H, index % H
     row, valid, pairs, paired = _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, W, PLAIN, MASKED, C)
-    _row, _valid, targets, _paired = _rows(d_k, d_head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, W, PLAIN, MASKED, C)
+    _row, _valid, targets, _paired = _rows(
+        d_k, d_head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, W, PLAIN, MASKED, C
+    )
     slot = tl.arange(0, C)
     own = _own_slots(docs, chunk_doc, c, T, NC, W, PLAIN, C)
     targets = tl.where(own, targets, carry_k + (index * (W - 1) + slot) * K)
@@ -465,10 +501,18 @@ def window_gradient_kernel(
         from_o = from_o * outs[:, None]
         d_read += tl.sum(query.to(tl.float32) * from_o, 1)
         from_o = tl.dot(d_score, x, from_o, input_precision=PRECISION)
-        tl.store(d_q + row[:, None] * K + column[None, :], from_o.to(d_q.dtype.element_ty), mask=valid[:, None] & (column < K)[None, :])
+        tl.store(
+            d_q + row[:, None] * K + column[None, :],
+            from_o.to(d_q.dtype.element_ty),
+            mask=valid[:, None] & (column < K)[None, :],
+        )
         d_x = tl.dot(d_score_t, query, d_x, input_precision=PRECISION)
         d_x = tl.dot(d_gram, x, d_x, input_precision=PRECISION)
-        tl.store(targets[:, None] + column[None, :], d_x.to(d_k.dtype.element_ty), mask=paired[:, None] & (column < K)[None, :])
+        tl.store(
+            targets[:, None] + column[None, :],
+            d_x.to(d_k.dtype.element_ty),
+            mask=paired[:, None] & (column < K)[None, :],
+        )
     d_step = tl.load(d_log_decay + index * C + slot) + d_kept * tl.exp(total.to(tl.float32))
     d_step += tl.cumsum(d_read, 0, reverse=True) - (0.0 if AFTER else d_read)
     tl.store(d_log_decay + index * C + slot, tl.where(slot >= W - 1, d_step, 0.0))
@@ -531,7 +575,15 @@ def window_forward(
     with on_device(q):
         settings = _settings("response", q, v, ranks, form)
         response_kernel[(programs,)](
-            q, k, head_x, *gates, scratch=scratch, responses=responses, total=M, BW=triton.next_power_of_2(form.window), **settings
+            q,
+            k,
+            head_x,
+            *gates,
+            scratch=scratch,
+            responses=responses,
+            total=M,
+            BW=triton.next_power_of_2(form.window),
+            **settings,
         )
         settings = _settings("apply", q, v, ranks, form)
         apply_kernel[(M,)](
