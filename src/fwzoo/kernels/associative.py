@@ -1,9 +1,15 @@
 """Triton kernels of the inner-product rules with one decay a token: falcon1a, falcon3a, linear attention.
 
-Within a chunk, with log-decay prefix u, strengths c and windows of W pairs (slots and chunks: see `ranks.py`),
+Within a chunk, with log-decay prefix u, strengths c and windows of W pairs (slots and chunks: see `ranks.py`), pair j is
+written by tokens j ... j + W - 1. Let P_jd be what tokens j ... j + d have written of it, at token j + d:
 
-    o_t = exp(u_t) S_0^T q_t + sum_j M_tj (q_t . x_j) v_j      M_tj = sum of c_s exp(u_t - u_s) over s = j ... min(t, j + W - 1)
-    S_C = exp(u_C) S_0 + sum_j w_j x_j v_j^T                   w_j  = sum of c_s exp(u_C - u_s) over s = j ... j + W - 1
+    P_jd = exp(u_{j+d} - u_{j+d-1}) P_{j,d-1} + c_{j+d}
+    o_t  = exp(u_t) S_0^T q_t + sum_j M_tj (q_t . x_j) v_j      M_tj = P_{j,t-j} near the diagonal (t - j < W - 1), and
+                                                                       P_{j,W-1} exp(u_t - u_{j+W-1}) far from it
+    S_C  = exp(u_C) S_0 + sum_j w_j x_j v_j^T                   w_j  = P_{j,W-1} exp(u_C - u_{j+W-1})
+
+so that a window costs a few selects more than a single pair. Tokens behind the chunk's end write nothing here (c = 0) and
+do not decay: what they write of these pairs is the next chunk's.
 
 A document's chunks are grouped into segments. Four steps, and only the states between segments go through memory: what each
 segment adds by itself (`_segment_states`), a scan over segments (`_scan`), then every segment walks over its chunks with the
@@ -15,6 +21,7 @@ The normaliser z of linear attention is a column of ones behind v: `ONES`.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -56,17 +63,53 @@ def _decays(upto, upto_low, at, later, LOW: tl.constexpr):
 
 
 @triton.jit
-def _to_end(strength, upto, upto_low, at, e, end, end_low, W: tl.constexpr, LOW: tl.constexpr, C: tl.constexpr):
-    """w_j: how much of pair j is in the state at the chunk's end."""
-    w = tl.zeros([C], tl.float32)
-    for back in tl.static_range(W):
-        inside = e + back < C
-        c = tl.load(strength + at + e + back, mask=inside, other=0.0)
-        difference = end - tl.load(upto + at + e + back, mask=inside, other=0.0)
-        if LOW:
-            difference += end_low - tl.load(upto_low + at + e + back, mask=inside, other=0.0)
-        w += c * tl.exp(tl.minimum(difference, 0.0))
-    return w
+def _written(weights, upto, upto_low, at, e, W: tl.constexpr, LOW: tl.constexpr, C: tl.constexpr):
+    """P_{j,W-1} of every pair, and the two halves of u at the token that wrote it last."""
+    last = tl.minimum(e + W - 1, C - 1)
+    high, low = _decays(upto, upto_low, at, last, LOW)
+    return tl.load(weights + at * W + (W - 1) * C + e), high, low
+
+
+@triton.jit
+def _far(high, low, s_high, s_low, apart, W: tl.constexpr, LOW: tl.constexpr):
+    """exp(u_t - u_{j+W-1}) for pairs that were written whole, else 0. apart: last token that t reads, minus j."""
+    difference = high - s_high
+    if LOW:
+        difference += low - s_low
+    return tl.where(apart >= W - 1, tl.exp(tl.minimum(difference, 0.0)), 0.0)
+
+
+@triton.jit
+def _with_near(mix, near, apart, s, PAIRS_AS_ROWS: tl.constexpr, W: tl.constexpr, C: tl.constexpr):
+    """Put P_jd near the diagonal into the far part of M. near: where the chunk's P begin, s: the slots of the pairs."""
+    for d in tl.static_range(W - 1):
+        p = tl.load(near + d * C + s)
+        if PAIRS_AS_ROWS:
+            mix = tl.where(apart == d, p[:, None], mix)
+        else:
+            mix = tl.where(apart == d, p[None, :], mix)
+    return mix
+
+
+@triton.jit
+def _window_weights(strength, upto, upto_low, weights, W: tl.constexpr, LOW: tl.constexpr, C: tl.constexpr):
+    """P of every pair of a chunk: `[M, H, W, C]`."""
+    at = tl.program_id(0).to(tl.int64) * C
+    e = tl.arange(0, C)
+    p = tl.zeros([C], tl.float32)
+    for d in tl.static_range(W):
+        p = p * _decay_of(upto, upto_low, at, e + d, LOW, C)
+        p += tl.load(strength + at + e + d, mask=e + d < C, other=0.0)
+        tl.store(weights + at * W + d * C + e, p)
+
+
+@triton.jit
+def _decay_of(upto, upto_low, at, slot, LOW: tl.constexpr, C: tl.constexpr):
+    """The decay of one token: 1 in slot 0 (where no pair is yet written) and behind the chunk."""
+    now, before = tl.minimum(slot, C - 1), tl.minimum(slot - 1, C - 1)
+    high, low = _decays(upto, upto_low, at, now, LOW)
+    b_high, b_low = _decays(upto, upto_low, at, before, LOW)
+    return tl.exp(tl.minimum(high - b_high + (low - b_low), 0.0))
 
 
 @triton.jit(do_not_specialize=FIXED)
@@ -76,7 +119,7 @@ def _segment_states(
     right,
     head_right,
     first,
-    strength,
+    weights,
     upto,
     upto_low,
     weight,
@@ -133,7 +176,8 @@ def _segment_states(
         else:
             lp, lok = key_pointers(left, head_left, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
             rp, rok = value_pointers(right, head_right, rows, n, start, length, missing, h, r, H, V, W, SHIFT, MASKED)
-            w = _to_end(strength, upto, upto_low, at, e, u_end, low_end, W, LOW, C)
+            full, high, low = _written(weights, upto, upto_low, at, e, W, LOW, C)
+            w = full * tl.exp(tl.minimum(u_end - high + (low_end - low), 0.0))
         x = read(lp[:, None] + dk[None, :], lok[:, None] & (dk < K)[None, :])
         y = read(rp[:, None] + dv[None, :], rok[:, None] & (dv < V)[None, :])
         kept = tl.exp(u_end + low_end)
@@ -146,10 +190,9 @@ def _segment_states(
         sum_u += u_end + low_end
     at = (q * H + h) * K
     tl.store(state + (at + dk)[:, None] * V + dv[None, :], S, mask=(dk < K)[:, None] & (dv < V)[None, :])
-    if ONES:
-        if tl.program_id(1) == 0:
-            tl.store(z + at + dk, own_z, mask=dk < K)
     if tl.program_id(1) == 0:
+        if ONES:
+            tl.store(z + at + dk, own_z, mask=dk < K)
         tl.store(total + q * H + h + tl.arange(0, 1), sum_u)
 
 
@@ -172,12 +215,14 @@ def _scan(
     BACK: tl.constexpr,
     PRODUCT: tl.constexpr,
     SINGLE: tl.constexpr,
+    COLUMNS: tl.constexpr,
     PLAIN: tl.constexpr,
 ):
     """Turn what segments add into the states before them (BACK: the gradients of the states after them), in place.
 
     With PRODUCT, also sums of products with `other`, the states before the segments: SINGLE, of exp(total) times the state
-    before with the gradient after; else of the state after with the gradient after.
+    before with the gradient after; else of the state after with the gradient after. With COLUMNS, `total` is `[Q, H, V]`
+    and so are the products (of every block of rows).
     """
     n, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -192,33 +237,37 @@ def _scan(
     after = tl.zeros([ROWS, BV], tl.float32)
     if PRODUCT and not SINGLE:
         after = tl.load(other_final + (n * H + h) * K * V + d, mask=inside, other=0.0)
+    # the next segment is loaded while this one is added
+    q = begin
+    if BACK:
+        q = end - 1
+    added = tl.load(state + (q * H + h) * K * V + d, mask=inside & (begin < end), other=0.0)
     for step in range(begin, end):
-        q = step
+        q, near = step, step + 1
         if BACK:
             q = begin + end - 1 - step
-        p = state + (q * H + h) * K * V + d
-        added = tl.load(p, mask=inside, other=0.0)
-        tl.store(p, S, mask=inside)
-        kept = tl.exp(tl.load(total + q * H + h))
+            near = q - 1
+        more = tl.load(state + (near * H + h) * K * V + d, mask=inside & (step + 1 < end), other=0.0)
+        tl.store(state + (q * H + h) * K * V + d, S, mask=inside)
+        if COLUMNS:
+            kept = tl.exp(tl.load(total + (q * H + h) * V + column, mask=column < V, other=0.0))[None, :]
+        else:
+            kept = tl.exp(tl.load(total + q * H + h))
         if PRODUCT:
             before = tl.load(other + (q * H + h) * K * V + d, mask=inside, other=0.0)
             if SINGLE:
-                found = tl.sum(tl.sum(before * kept * S, 1), 0)
+                pair = before * kept * S
             else:
-                found = tl.sum(tl.sum(after * S, 1), 0)
+                pair = after * S
                 after = before
-            tl.store(product + (q * H + h) * tl.num_programs(1) + tl.program_id(1), found)
+            tile = (q * H + h) * tl.num_programs(1) + tl.program_id(1)
+            if COLUMNS:
+                tl.store(product + tile * V + column, tl.sum(pair, 0), mask=column < V)
+            else:
+                tl.store(product + tile, tl.sum(tl.sum(pair, 1), 0))
         S = S * kept + added
+        added = more
     tl.store(final + (n * H + h) * K * V + d, S, mask=inside)
-
-
-@triton.jit
-def _mixed(c, high, low, s_high, s_low, t, s, AFTER: tl.constexpr, LOW: tl.constexpr):
-    """c_s exp(u_t - u_s) where token t reads what s wrote, else 0; all operands broadcast to one shape."""
-    difference = high - s_high
-    if LOW:
-        difference += low - s_low
-    return tl.where(t - s >= 1 - AFTER, c * tl.exp(tl.minimum(difference, 0.0)), 0.0)
 
 
 @triton.jit(do_not_specialize=FIXED)
@@ -229,7 +278,7 @@ def _walk(
     v,
     head_v,
     first,
-    strength,
+    weights,
     upto,
     upto_low,
     state,
@@ -267,7 +316,7 @@ def _walk(
 ):
     """Outputs of a segment from the state before it. SWAP: `query` is d_o, keys and values change places, and out is d_q.
 
-    NORMALIZE: divide by seen + eps. INNER: also `against` . (the part of out that comes from the state).
+    NORMALIZE: divide by seen + eps. INNER: also `against` . out, or where LOW, `against` . (the part of out that comes from the state).
     """
     q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     n, start, length, chunk, begin, end = _segment(q, docs, segment_doc, T, NC, NS, SEG, PLAIN, C - W + 1)
@@ -276,11 +325,11 @@ def _walk(
     e, da = tl.arange(0, C), tl.arange(0, BA)
     db = tl.program_id(1) * BB + tl.arange(0, BB)
     in_a, in_b = (da < A)[None, :], (db < B)[None, :]
-    at = state + (q * H + h) * K * V
+    own = state + (q * H + h) * K * V
     if SWAP:
-        S = tl.load(at + da[:, None] + db[None, :] * V, mask=(da < A)[:, None] & in_b, other=0.0)
+        S = tl.load(own + da[:, None] + db[None, :] * V, mask=(da < A)[:, None] & in_b, other=0.0)
     else:
-        S = tl.load(at + da[:, None] * V + db[None, :], mask=(da < A)[:, None] & in_b, other=0.0)
+        S = tl.load(own + da[:, None] * V + db[None, :], mask=(da < A)[:, None] & in_b, other=0.0)
     if NORMALIZE:
         sum_x = tl.load(z + (q * H + h) * K + da, mask=da < A, other=0.0)
     if ONES:
@@ -298,30 +347,26 @@ def _walk(
         a = read(query + row[:, None] * A + da[None, :], token[:, None] & in_a)
         x = read(xp[:, None] + da[None, :], xok[:, None] & in_a)
         y = read(vp[:, None] + db[None, :], vok[:, None] & in_b)
-        c = tl.load(strength + at + e)
-        high, low = _decays(upto, upto_low, at, e, LOW)
-        t_high, t_low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
+        full, s_high, s_low = _written(weights, upto, upto_low, at, e, W, LOW, C)
+        high, low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
         u_end = tl.load(upto + at + C - 1)
         low_end = u_end * 0.0
         if LOW:
             low_end = tl.load(upto_low + at + C - 1)
-        mix = _mixed(
-            c[None, :], t_high[:, None], t_low[:, None], high[None, :], low[None, :], e[:, None], e[None, :], AFTER, LOW
-        )
-        if W > 1:
-            ahead = e[:, None] - e[None, :]
-            mix = dot(mix.to(a.dtype), tl.where((ahead >= 0) & (ahead < W), 1.0, 0.0))
+        apart = e[:, None] - (1 - AFTER) - e[None, :]
+        mix = full[None, :] * _far(high[:, None], low[:, None], s_high[None, :], s_low[None, :], apart, W, LOW)
+        mix = _with_near(mix, weights + at * W, apart, e, False, W, C)
         scores = dot(a, tl.trans(x))
         if ONES:
             scores += tl.load(weight + at + e)[:, None]
         p = scores * mix
-        from_start = tl.exp(t_high + t_low)
+        from_start = tl.exp(high + low)
         carried = dot(a, S.to(a.dtype))
         if ONES:
             carried += tl.load(weight + at + e)[:, None] * sum_x[None, :]
         carried *= from_start[:, None]
         o = carried + dot(p.to(a.dtype), y)
-        w = _to_end(strength, upto, upto_low, at, e, u_end, low_end, W, LOW, C)
+        w = full * tl.exp(tl.minimum(u_end - s_high + (low_end - s_low), 0.0))
         kept = tl.exp(u_end + low_end)
         S = S * kept + dot(tl.trans(x), (y.to(tl.float32) * w[:, None]).to(x.dtype))
         if NORMALIZE:
@@ -334,7 +379,7 @@ def _walk(
             sum_x = sum_x * kept + tl.sum(y.to(tl.float32) * w[:, None], 0)
         if INNER:
             other = read(against + row[:, None] * B + db[None, :], token[:, None] & in_b).to(tl.float32)
-            found = tl.sum(other * carried, 1)
+            found = tl.sum(other * (carried if LOW else o), 1)
             tl.store(inner + tl.program_id(1).to(tl.int64) * M * H * C + at + e, found)
         tl.store(out + row[:, None] * B + db[None, :], o, mask=token[:, None] & in_b)
 
@@ -348,7 +393,7 @@ def _walk_back(
     head_v,
     d_o,
     first,
-    strength,
+    weights,
     upto,
     upto_low,
     d_state,
@@ -359,8 +404,9 @@ def _walk_back(
     out,
     head_out,
     overlap,
-    d_strength,
-    d_log_decay,
+    far,
+    close,
+    apart,
     docs,
     segment_doc,
     rows,
@@ -387,7 +433,9 @@ def _walk_back(
 ):
     """Gradients of a segment's values (SWAP: keys), from its end; d_state is the gradient of the state after the segment.
 
-    GATES (with SWAP): also the part of the gradients of strength and log-decay that belongs to this block of key columns.
+    GATES (with SWAP): also, for this block of key columns, the gradients of P_{j,W-1} (far), of P_jd with d < W - 1 (close,
+    `[W - 1, C]` a chunk), and: the sum of state times gradient at the chunk's end in slot 0 of `apart`, or where LOW the
+    gradient of every token's log-decay that comes from far pairs and the states, pair by pair, so that nothing cancels.
     Everything is computed transposed (pairs as rows, queries as columns) from loaded operands: no accumulator is transposed.
     """
     q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
@@ -398,13 +446,14 @@ def _walk_back(
     e, da = tl.arange(0, C), tl.arange(0, BA)
     db = tl.program_id(1) * BB + tl.arange(0, BB)
     in_a, in_b = (da < A)[None, :], (db < B)[None, :]
-    at = d_state + (q * H + h) * K * V
+    own = d_state + (q * H + h) * K * V
     if SWAP:
-        dS = tl.load(at + da[:, None] + db[None, :] * V, mask=(da < A)[:, None] & in_b, other=0.0)
+        dS = tl.load(own + da[:, None] + db[None, :] * V, mask=(da < A)[:, None] & in_b, other=0.0)
     else:
-        dS = tl.load(at + da[:, None] * V + db[None, :], mask=(da < A)[:, None] & in_b, other=0.0)
+        dS = tl.load(own + da[:, None] * V + db[None, :], mask=(da < A)[:, None] & in_b, other=0.0)
     if ONES:
         dz = tl.load(d_z + (q * H + h) * K + db, mask=db < B, other=0.0)
+    ALONE: tl.constexpr = GATES and W == 1 and not LOW
     if GATES:
         crossing = tl.load(product + (q * H + h) * tl.num_programs(1) + part)
     missing = tl.load(first + n)
@@ -424,68 +473,134 @@ def _walk_back(
             pair = read(xp[:, None] + da[None, :], xok[:, None] & in_a)
             ask = read(query + row[:, None] * A + da[None, :], token[:, None] & in_a)
             value = read(d_o + row[:, None] * B + db[None, :], token[:, None] & in_b)
-        c = tl.load(strength + at + e)
-        high, low = _decays(upto, upto_low, at, e, LOW)
-        t_high, t_low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
+        full, s_high, s_low = _written(weights, upto, upto_low, at, e, W, LOW, C)
+        high, low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
         u_end = tl.load(upto + at + C - 1)
         low_end = u_end * 0.0
         if LOW:
             low_end = tl.load(upto_low + at + C - 1)
-        # [s, t]: how much of what s wrote token t reads
-        seen = _mixed(
-            1.0, t_high[None, :], t_low[None, :], high[:, None], low[:, None], e[None, :], e[:, None], AFTER, LOW
-        )
-        mix = c[:, None] * seen
-        if W > 1:
-            ahead = e[None, :] - e[:, None]
-            mix = dot(tl.where((ahead >= 0) & (ahead < W), 1.0, 0.0).to(pair.dtype), mix)
+        to_end = tl.exp(tl.minimum(u_end - s_high + (low_end - s_low), 0.0))
         scores = dot(pair, tl.trans(ask))
         if ONES:
             scores += tl.load(weight + at + e)[None, :]
         carried = dot(pair, dS.to(pair.dtype))
         if ONES:
             carried += dz[None, :]
-        w = _to_end(strength, upto, upto_low, at, e, u_end, low_end, W, LOW, C)
-        found = w[:, None] * carried + dot((scores * mix).to(pair.dtype), value)
-        own = (e >= W - 1) | (i == 0)
+        distance = e[None, :] - (1 - AFTER) - e[:, None]
+        decay = _far(high[None, :], low[None, :], s_high[:, None], s_low[:, None], distance, W, LOW)
+        if ALONE:  # the gradient of the strength is the product of the pair with what its strength multiplies
+            found = to_end[:, None] * carried + dot((scores * decay).to(pair.dtype), value)
+        else:
+            mix = _with_near(full[:, None] * decay, weights + at * W, distance, e, True, W, C)
+            found = (full * to_end)[:, None] * carried + dot((scores * mix).to(pair.dtype), value)
+        if GATES:
+            x = read(xp[:, None] + db[None, :], xok[:, None] & in_b)
+            slot = part * M * H * C + at + e
+            reads = tl.load(inner + slot)
+            if ALONE:
+                d_full = tl.sum(x.to(tl.float32) * found, 1)
+                tl.store(far + slot, d_full)
+                tl.store(apart + slot, crossing + tl.zeros([C], tl.float32))
+                crossing += tl.sum(reads, 0) - tl.sum(d_full * full, 0)
+                found *= full[:, None]
+            else:
+                pull = scores * dot(x, tl.trans(value))
+                for d in tl.static_range(W - 1):
+                    near = tl.sum(tl.where(distance == d, pull, 0.0), 1)
+                    tl.store(close + (part * M * H * C + at) * (W - 1) + d * C + e, near)
+                pull *= decay
+                written = tl.sum(x.to(tl.float32) * carried, 1) * to_end
+                tl.store(far + slot, tl.sum(pull, 1) + written)
+                if LOW:
+                    # token r decays what earlier tokens wrote, for later ones to read
+                    earlier = e[None, :] + W - 1 < e[:, None]
+                    pull = dot(tl.where(earlier, 1.0, 0.0), pull * full[:, None]) + reads[None, :]
+                    grad = tl.sum(tl.where(e[None, :] - e[:, None] >= 1 - AFTER, pull, 0.0), 1)
+                    grad += tl.sum(tl.where(earlier, (written * full)[None, :], 0.0), 1)
+                    tl.store(apart + slot, grad + crossing)
+                else:
+                    tl.store(apart + slot, crossing + tl.zeros([C], tl.float32))
+                    crossing += tl.sum(reads, 0) - tl.sum(tl.sum(x.to(tl.float32) * found, 1), 0)
+        ours = (e >= W - 1) | (i == 0)
         if SWAP:
             op, ok = key_pointers(out, head_out, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
         else:
             op, ok = value_pointers(out, head_out, rows, n, start, length, missing, h, r, H, V, W, SHIFT, MASKED)
-        tl.store(op[:, None] + db[None, :], found, mask=(ok & own)[:, None] & in_b)
+        tl.store(op[:, None] + db[None, :], found, mask=(ok & ours)[:, None] & in_b)
         if W > 1:
             shared = overlap + (((chunk + i) * H + h) * (W - 1) + e) * B
             tl.store(shared[:, None] + db[None, :], found, mask=(ok & (e < W - 1) & (i > 0))[:, None] & in_b)
         kept = tl.exp(u_end + low_end)
-        from_start = tl.exp(t_high + t_low)
-        if GATES:
-            x = read(xp[:, None] + db[None, :], xok[:, None] & in_b)
-            pull = scores * dot(x, tl.trans(value))
-            written = tl.sum(x.to(tl.float32) * carried, 1)
-            if W > 1:
-                back = e[:, None] - e[None, :]
-                window = (back >= 0) & (back < W)
-                pull = dot(tl.where(window, 1.0, 0.0).to(pair.dtype), pull)
-                written = tl.sum(tl.where(window, written[None, :], 0.0), 1)
-            written *= tl.exp(tl.minimum(u_end - high + (low_end - low), 0.0))
-            pull *= seen
-            tl.store(d_strength + part * M * H * C + at + e, tl.sum(pull, 1) + written)
-            written *= c
-            reads = tl.load(inner + part * M * H * C + at + e)
-            if not LOW:
-                crossing -= tl.sum(written, 0)
-            # token r decays what earlier tokens wrote, for later ones to read
-            pull *= c[:, None]
-            pull = tl.cumsum(pull, 0) - pull + reads[None, :]
-            grad = tl.sum(tl.where(e[None, :] - e[:, None] >= 1 - AFTER, pull, 0.0), 1)
-            grad += tl.sum(tl.where(e[None, :] < e[:, None], written[None, :], 0.0), 1)
-            tl.store(d_log_decay + part * M * H * C + at + e, grad + crossing)
-            if not LOW:
-                crossing += tl.sum(reads, 0)
+        from_start = tl.exp(high + low)
         dS = dS * kept + dot(tl.trans(ask), (value.to(tl.float32) * from_start[:, None]).to(pair.dtype))
         if ONES:
             share = from_start * tl.load(weight + at + e)
             dz = dz * kept + tl.sum(value.to(tl.float32) * share[:, None], 0)
+
+
+@triton.jit
+def _gate_gradients(
+    strength,
+    upto,
+    upto_low,
+    weights,
+    inner,
+    far,
+    close,
+    apart,
+    d_strength,
+    d_log_decay,
+    size,
+    PARTS: tl.constexpr,
+    W: tl.constexpr,
+    AFTER: tl.constexpr,
+    LOW: tl.constexpr,
+    C: tl.constexpr,
+):
+    """From the gradients of P, and products of the walks, to those of strength and log-decay of every token of a chunk."""
+    at = tl.program_id(0).to(tl.int64) * C
+    e = tl.arange(0, C)
+    d_c = tl.zeros([C], tl.float32)
+    d_u = tl.zeros([C], tl.float32)
+    reads = tl.zeros([C], tl.float32)
+    for part in tl.static_range(PARTS):
+        d_u += tl.load(apart + part * size + at + e)
+        if not LOW:
+            reads += tl.load(inner + part * size + at + e)
+    if not LOW:
+        # far pairs: all reads from here on, minus all that was written from here on, plus state times gradient at the end
+        full = tl.zeros([C], tl.float32)
+        for part in tl.static_range(PARTS):
+            full += tl.load(far + part * size + at + e)
+        full *= tl.load(weights + at * W + (W - 1) * C + e)
+        for d in tl.static_range(W - 1):
+            j = e - d - (1 - AFTER)
+            own = tl.load(weights + at * W + d * C + j, mask=j >= 0, other=0.0)
+            for part in tl.static_range(PARTS):
+                near = close + (part * size + at) * (W - 1) + d * C + j
+                reads -= own * tl.load(near, mask=j >= 0, other=0.0)
+        later = e[None, :] - e[:, None]
+        d_u += tl.sum(tl.where(later >= 1 - AFTER, reads[None, :], 0.0), 1)
+        d_u -= tl.sum(tl.where(later >= 1 - W, full[None, :], 0.0), 1)
+    for back in tl.static_range(W):
+        # this token is number `back` of those that write pair j
+        j = e - back
+        grad = tl.zeros([C], tl.float32)
+        for up in tl.static_range(W - back):
+            for part in tl.static_range(PARTS):
+                if up == 0:
+                    grad += tl.load(far + part * size + at + j, mask=j >= 0, other=0.0)
+                else:
+                    near = close + (part * size + at) * (W - 1) + (W - 1 - up) * C + j
+                    grad += tl.load(near, mask=j >= 0, other=0.0)
+            if back < W - 1 - up:
+                grad *= _decay_of(upto, upto_low, at, j + W - 1 - up, LOW, C)
+        d_c += grad
+        if back > 0:
+            before = tl.load(weights + at * W + (back - 1) * C + j, mask=j >= 0, other=0.0)
+            d_u += grad * before * _decay_of(upto, upto_low, at, e, LOW, C)
+    tl.store(d_strength + at + e, d_c)
+    tl.store(d_log_decay + at + e, d_u)
 
 
 @triton.jit(do_not_specialize=["T", "NC"])
@@ -526,33 +641,18 @@ def _add_overlap(
     tl.store(p, read(p, ok).to(tl.float32) + added, mask=ok)
 
 
-@dataclass(frozen=True)
-class Shape:
-    """How the kernels are cut for a call, by sizes and dtype alone.
-
-    Attributes:
-        columns_k, columns_v: columns of keys and of values that a program holds.
-    """
-
-    k: int
-    v: int
-    wide: bool
-    columns_k: int
-    columns_v: int
-
-    def launch(self) -> dict[str, int]:
-        """Warps and pipeline stages."""
-        return {"num_warps": 4, "num_stages": 1 if self.wide else 2}
+# elements of the state that a program holds, warps, pipeline stages: for 16-bit inputs, and for float32
+CUTS = {
+    "states": ((8192, 4, 2), (4096, 4, 1)),
+    "values": ((8192, 4, 2), (4096, 4, 1)),
+    "keys": ((8192, 4, 2), (4096, 4, 1)),
+}
 
 
-def shape_of(k: Tensor, v: Tensor) -> Shape:
-    """The cut for keys `[B, T, H, K]` and values `[B, T, H, V]`."""
-    wide, k_size, v_size = k.dtype == torch.float32, k.shape[-1], v.shape[-1]
-
-    def columns(inner: int, outer: int) -> int:
-        return min(block(outer), max(16, (4096 if wide else 8192) // block(inner)))
-
-    return Shape(k_size, v_size, wide, columns(v_size, k_size), columns(k_size, v_size))
+def cut(kind: str, rows: int, columns: int, like: Tensor) -> tuple[int, dict[str, int]]:
+    """Columns of a state `[rows, columns]` that one program holds, and its launch options; by sizes and dtype alone."""
+    room, warps, stages = CUTS[kind][like.dtype == torch.float32]
+    return min(block(columns), max(16, room // block(rows))), {"num_warps": warps, "num_stages": stages}
 
 
 def segment_length(chunks: int, heads: int, like: Tensor) -> int:
@@ -563,6 +663,34 @@ def segment_length(chunks: int, heads: int, like: Tensor) -> int:
     while length < 16 and chunks * heads >= 1024 * length:
         length *= 2
     return length
+
+
+def scan(
+    state: Tensor,
+    total: Tensor,
+    initial: Tensor,
+    ranks: Ranks,
+    other: Tensor | None = None,
+    other_final: Tensor | None = None,
+    single: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """States before (with `other`, the states: gradients after) all segments in place; the one at the end; and products.
+
+    Args:
+        state: `[Q, H, K, V]`, or `[Q, H, K]`. total: log-decay of every segment, `[Q, H]`, or `[Q, H, V]` for every column.
+        initial: `[N, H, K, V]`. other_final: state after the last token.
+    Returns: final state, and products by blocks of 16 rows `[Q, H, K / 16]` or `[Q, H, K / 16, V]`, see `_scan`.
+    """
+    segments, heads, k_size = state.shape[:3]
+    v_size, columns, back = state.shape[3] if state.ndim == 4 else 1, total.ndim == 3, other is not None
+    final, tiles = torch.empty_like(initial, dtype=torch.float32), triton.cdiv(k_size, 16)
+    product = state.new_empty((segments, heads, tiles, *([v_size] if columns else [])) if back else (0,))
+    _scan[(ranks.documents * heads, tiles)](
+        state, total, initial.contiguous(), final, other, other_final, product, ranks.docs,
+        NS=segments // ranks.documents, H=heads, K=k_size, V=v_size, ROWS=16, BV=block(v_size), BACK=back,
+        PRODUCT=back, SINGLE=single, COLUMNS=columns, PLAIN=ranks.docs is None,
+    )  # fmt: skip
+    return final, product
 
 
 class Kept(NamedTuple):
@@ -606,6 +734,18 @@ class Associative:
     def heads(self) -> int:
         return self.q.shape[2]
 
+    @functools.cached_property
+    def weights(self) -> Tensor:
+        """P, `[M, H, W, C]`: of a single pair, its strength."""
+        if self.window == 1:
+            return self.strength
+        weights = self.strength.new_empty(*self.strength.shape[:2], self.window, CHUNK)
+        _window_weights[(self.strength.shape[0] * self.heads,)](
+            self.strength, self.upto, self.upto_low, weights, W=self.window, LOW=self.q.dtype == torch.float32, C=CHUNK,
+            num_warps=1,
+        )  # fmt: skip
+        return weights
+
     def _common(self) -> dict[str, Any]:
         ranks = self.ranks
         return {
@@ -630,47 +770,31 @@ class Associative:
         self, left: Tensor, right: Tensor, total: Tensor, weight: Tensor | None, back: bool
     ) -> tuple[Tensor, Tensor]:
         """What every segment adds to the state, `[Q, H, K, V]`, and to z."""
-        shape = shape_of(self.k, self.v)
-        k_size, v_size, segments = shape.k, shape.v, self.ranks.segments
+        k_size, v_size, segments = self.k.shape[3], self.v.shape[3], self.ranks.segments
+        columns, launch = cut("states", k_size, v_size, self.k)
         state = self.q.new_empty(segments, self.heads, k_size, v_size, dtype=torch.float32)
         z = self.q.new_empty(segments, self.heads, k_size if self.ones else 0, dtype=torch.float32)
-        _segment_states[(segments * self.heads, triton.cdiv(v_size, shape.columns_v))](
-            left, self.head_x, right, self.head_v, self.first, self.strength, self.upto, self.upto_low, weight,
-            state, z, total, **self._common(), K=k_size, V=v_size, BK=block(k_size), BV=shape.columns_v,
-            BACK=back, ONES=self.ones and (weight is not None or not back), **shape.launch(),
+        _segment_states[(segments * self.heads, triton.cdiv(v_size, columns))](
+            left, self.head_x, right, self.head_v, self.first, self.weights, self.upto, self.upto_low, weight,
+            state, z, total, **self._common(), K=k_size, V=v_size, BK=block(k_size), BV=columns,
+            BACK=back, ONES=self.ones and (weight is not None or not back), **launch,
         )  # fmt: skip
         if self.ones and back and weight is None:
             z.zero_()
         return state, z
 
-    def _scan(
-        self, state: Tensor, total: Tensor, initial: Tensor, other: Tensor | None, other_final: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """States before (with `other`: gradients after) all segments in place; the one at the end, and the products."""
-        segments, heads, k_size = state.shape[:3]
-        v_size = state.shape[3] if state.ndim == 4 else 1
-        final, tiles = torch.empty_like(initial, dtype=torch.float32), triton.cdiv(k_size, 16)
-        back = other is not None
-        product = state.new_empty(segments, heads, tiles) if back else None
-        _scan[(self.ranks.documents * heads, tiles)](
-            state, total, initial.contiguous(), final, other, other_final, product, self.ranks.docs,
-            NS=segments // self.ranks.documents, H=heads, K=k_size, V=v_size, ROWS=16, BV=block(v_size), BACK=back,
-            PRODUCT=back, SINGLE=self.q.dtype == torch.float32, PLAIN=self.ranks.docs is None,
-        )  # fmt: skip
-        return final, product
-
     def forward(self, S: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Kept]:
         """Output `[B, T, H, V]`, state and z after the last token, and what backward needs."""
-        ranks, shape = self.ranks, shape_of(self.k, self.v)
+        ranks = self.ranks
         plain = torch.empty_like if ranks.rows is None else torch.zeros_like
         o = plain(self.v)
         seen = self.q.new_ones(self.q.shape[:3] if self.normalize else (0,), dtype=torch.float32)
         total = self.q.new_empty(ranks.segments, self.heads, dtype=torch.float32)
         with on_device(self.q):
             states, z_states = self._states(self.k, self.v, total, None, False)
-            S, _ = self._scan(states, total, S, None, None)
+            S, _ = scan(states, total, S, self.ranks)
             if self.ones:
-                z, _ = self._scan(z_states, total, z, None, None)
+                z, _ = scan(z_states, total, z, self.ranks)
             else:
                 z = z.clone()
             self._walk(self.q, states, z_states, None, o, None, None, seen, swap=False)
@@ -688,46 +812,49 @@ class Associative:
         seen: Tensor | None,
         swap: bool,
     ) -> None:
-        shape = shape_of(self.k, self.v)
-        size, columns = (shape.k, shape.columns_k) if swap else (shape.v, shape.columns_v)
+        k_size, v_size = self.k.shape[3], self.v.shape[3]
+        inner_size, size = (v_size, k_size) if swap else (k_size, v_size)
+        columns, launch = cut("keys" if swap else "values", inner_size, size, self.k)
         _walk[(self.ranks.segments * self.heads, triton.cdiv(size, columns))](
-            query, self.k, self.head_x, self.v, self.head_v, self.first, self.strength, self.upto, self.upto_low,
+            query, self.k, self.head_x, self.v, self.head_v, self.first, self.weights, self.upto, self.upto_low,
             states, z, weight, out, against, inner, seen, **self._common(), eps=self.eps, M=self.ranks.chunks,
-            K=shape.k, V=shape.v, BA=block(shape.v if swap else shape.k), BB=columns, SWAP=swap,
-            ONES=weight is not None, NORMALIZE=self.normalize and not swap, INNER=inner is not None, **shape.launch(),
+            K=k_size, V=v_size, BA=block(inner_size), BB=columns, SWAP=swap,
+            ONES=weight is not None, NORMALIZE=self.normalize and not swap, INNER=inner is not None, **launch,
         )  # fmt: skip
 
     def backward(
         self, d_o: Tensor, o: Tensor, d_S: Tensor, d_z: Tensor, S_end: Tensor, z_end: Tensor, kept: Kept, gates: bool
     ) -> tuple[Tensor, ...]:
         """Gradients of q, k, v, head_x, head_v, S, z, and (with `gates`) of strength and log-decay, `[M, H, C]`."""
-        ranks, shape, heads = self.ranks, shape_of(self.k, self.v), self.heads
+        ranks, heads, k_size = self.ranks, self.heads, self.k.shape[3]
+        columns, _ = cut("keys", self.v.shape[3], k_size, self.k)
         d_o = d_o.contiguous()
         weight = None
         if self.normalize:
-            wide = d_o.float()
-            weight = into_chunks(-(wide * o.float()).sum(-1) / kept.seen, ranks)
-            d_o = (wide / kept.seen[..., None]).to(d_o.dtype)
-        total = torch.empty_like(kept.total)
+            weight = into_chunks(-(d_o.float() * o.float()).sum(-1) / kept.seen, ranks)
+            d_o = (d_o.float() / kept.seen[..., None]).to(d_o.dtype)
+        wide, total = self.q.dtype == torch.float32, torch.empty_like(kept.total)
         make = torch.empty_like if ranks.rows is None else torch.zeros_like
         d_q = make(self.q)
         d_k, d_v = (make(x) if ranks.docs is None else torch.zeros_like(x) for x in (self.k, self.v))
-        if self.shift and ranks.docs is None:  # the last key and the first value may belong to no pair
-            d_k[:, -1], d_v[:, 0] = 0, 0
+        if self.shift and ranks.docs is None:  # the last key belongs to no pair
+            d_k[:, -1] = 0
+            if self.window > 1:  # nor does the first value without a key before it
+                d_v[:, 0] = 0
         d_head_x, d_head_v = torch.zeros_like(self.head_x), torch.zeros_like(self.head_v)
-        parts = triton.cdiv(shape.k, shape.columns_k)
-        in_chunks = (parts, ranks.chunks, heads, CHUNK)
-        inner, d_strength, d_log_decay = (
-            self.q.new_zeros(in_chunks if gates else (0,), dtype=torch.float32) for _ in range(3)
-        )
+        parts = triton.cdiv(k_size, columns)
+        size = (parts, ranks.chunks, heads, CHUNK) if gates else (0,)
+        inner, far, apart = (self.q.new_zeros(size, dtype=torch.float32) for _ in range(3))
+        close = self.q.new_zeros((*size[:-1], self.window - 1, size[-1]), dtype=torch.float32)
+        d_strength, d_log_decay = (self.q.new_empty(size[1:], dtype=torch.float32) for _ in range(2))
         with on_device(self.q):
             d_states, d_z_states = self._states(self.q, d_o, total, weight, True)
-            d_S, product = self._scan(d_states, kept.total, d_S, kept.states, S_end)
+            d_S, product = scan(d_states, kept.total, d_S, self.ranks, kept.states, S_end, wide)
             if self.ones:
-                d_z, more = self._scan(d_z_states, kept.total, d_z, kept.z, z_end)
+                d_z, more = scan(d_z_states, kept.total, d_z, self.ranks, kept.z, z_end, wide)
                 product = product + more
             if gates:  # [Q, H, K / 16] to blocks of columns
-                tiles = shape.columns_k // 16
+                tiles = columns // 16
                 product = torch.nn.functional.pad(product, (0, parts * tiles - product.shape[2]))
                 product = product.view(*product.shape[:2], parts, tiles).sum(-1)
             self._walk(
@@ -736,9 +863,15 @@ class Associative:
             for swap in (False, True):
                 self._walk_back(
                     d_o, d_states, d_z_states if self.ones and swap else None, weight if swap else None, inner, product,
-                    (d_k, d_head_x) if swap else (d_v, d_head_v), d_strength, d_log_decay, gates and swap, swap,
+                    (d_k, d_head_x) if swap else (d_v, d_head_v), (far, close, apart), gates and swap, swap,
                 )  # fmt: skip
-        return d_q, d_k, d_v, d_head_x, d_head_v, d_S, d_z, d_strength.sum(0), d_log_decay.sum(0)
+            if gates:
+                _gate_gradients[(ranks.chunks * heads,)](
+                    self.strength, self.upto, self.upto_low, self.weights, inner, far, close, apart, d_strength, d_log_decay,
+                    size=ranks.chunks * heads * CHUNK, PARTS=parts, W=self.window, AFTER=int(self.after), LOW=wide, C=CHUNK,
+                    num_warps=1,
+                )  # fmt: skip
+        return d_q, d_k, d_v, d_head_x, d_head_v, d_S, d_z, d_strength, d_log_decay
 
     def _walk_back(
         self,
@@ -749,21 +882,21 @@ class Associative:
         inner: Tensor,
         product: Tensor | None,
         outs: tuple[Tensor, Tensor],
-        d_strength: Tensor,
-        d_log_decay: Tensor,
+        parts: tuple[Tensor, Tensor, Tensor],
         gates: bool,
         swap: bool,
     ) -> None:
-        shape, ranks = shape_of(self.k, self.v), self.ranks
-        size, columns = (shape.k, shape.columns_k) if swap else (shape.v, shape.columns_v)
+        ranks, k_size, v_size = self.ranks, self.k.shape[3], self.v.shape[3]
+        inner_size, size = (v_size, k_size) if swap else (k_size, v_size)
+        columns, launch = cut("keys" if swap else "values", inner_size, size, self.k)
         overlap = self.q.new_empty(ranks.chunks, self.heads, self.window - 1, size, dtype=torch.float32)
         if d_z is not None and weight is None:
             weight = self.q.new_zeros(ranks.chunks, self.heads, CHUNK, dtype=torch.float32)
         _walk_back[(ranks.segments * self.heads, triton.cdiv(size, columns))](
-            self.q, self.k, self.head_x, self.v, self.head_v, d_o, self.first, self.strength, self.upto, self.upto_low,
-            d_states, d_z, weight, inner, product, *outs, overlap, d_strength, d_log_decay, **self._common(),
-            M=ranks.chunks, K=shape.k, V=shape.v, BA=block(shape.v if swap else shape.k), BB=columns, SWAP=swap,
-            ONES=d_z is not None, GATES=gates, **shape.launch(),
+            self.q, self.k, self.head_x, self.v, self.head_v, d_o, self.first, self.weights, self.upto, self.upto_low,
+            d_states, d_z, weight, inner, product, *outs, overlap, *parts, **self._common(),
+            M=ranks.chunks, K=k_size, V=v_size, BA=block(inner_size), BB=columns, SWAP=swap,
+            ONES=d_z is not None, GATES=gates, **launch,
         )  # fmt: skip
         if self.window > 1:
             _add_overlap[(ranks.chunks * self.heads,)](

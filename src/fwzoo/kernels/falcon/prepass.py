@@ -39,8 +39,10 @@ def heads_of(state: FalconState, options: Options) -> tuple[Tensor, Tensor, Tens
     """The pairs in slots -(W - 1) ... 0 of every document, and whether its first token has none.
 
     Returns: head_x `[N, H, W, K]`, head_v `[N, H, W, V]` (slot 0 holds a value only where the first token has no pair:
-    there the tail moves up, so that the window has no gap), first int32 `[N]`.
+    there the tail moves up, so that the window has no gap; empty for W = 1), first int32 `[N]`.
     """
+    if options.window == 1:
+        return state.key[:, :, None].contiguous(), state.tail_v, (~state.has_key & options.shifted).int()
     if not options.shifted:
         none = torch.zeros_like(state.has_key, dtype=torch.int32)
         x, v = (torch.nn.functional.pad(tail, (0, 0, 0, 0, 0, 1)) for tail in (state.tail_x, state.tail_v))

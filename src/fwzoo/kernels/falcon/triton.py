@@ -10,6 +10,7 @@ from torch import Tensor
 from ..associative import Associative, Kept, segment_length
 from ..gpu import custom
 from ..ranks import CHUNK, Ranks, make_ranks
+from .columns import Columns
 from .delta import regression
 from .prepass import Gates, gates, gates_backward, heads_of, pack, unpack
 from .reference import falcon_reference
@@ -99,7 +100,7 @@ def _new_tail(
     return torch.where((position < size)[..., None, None], old, new)
 
 
-# --- falcon1a, falcon3a ---
+# --- falcon1a, falcon2a, falcon3a ---
 
 
 def _call(
@@ -141,6 +142,9 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
     found, vector = gates(k, head_x, beta, ridge, first, count, ranks, options)
+    if options.rule.per_column:
+        call = Columns(q, k, v, beta, head_x, head_v, first, found, ranks, options)
+        return *call.forward(S), found, vector
     o, S, _, kept = _call(q, k, v, head_x, head_v, first, found, ranks, options).forward(S, S.new_empty(0))
     return o, S, kept.states, kept.total, found, vector
 
@@ -153,7 +157,7 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor
         torch.empty_like(v),
         torch.empty_like(S, **wide),
         q.new_empty(segments, heads, k.shape[3], v.shape[3], **wide),
-        q.new_empty(segments, heads, **wide),
+        q.new_empty(segments, heads, *([v.shape[3]] if RULES[others[12]].per_column else []), **wide),
         q.new_empty(4, chunks, heads, CHUNK, **wide),
         q.new_empty(0, **wide),
     )
@@ -188,12 +192,17 @@ def _backward(
     vector: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
-    call = _call(q, k, v, head_x, head_v, first, found, ranks, options)
-    none = d_S.new_empty(0)
-    d_q, d_k, d_v, d_head_x, d_head_v, d_S, _, d_strength, d_log_decay = call.backward(
-        d_o, o, d_S, none, S_end, none, Kept(states, none, total, none), gates=True
-    )
-    d_beta, d_ridge = gates_backward(
+    if options.rule.per_column:
+        columns = Columns(q, k, v, beta, head_x, head_v, first, found, ranks, options)
+        d_q, d_k, d_v, d_beta, d_head_x, d_head_v, d_S, d_strength, d_log_decay = columns.backward(
+            d_o, o, d_S, S_end, states, total
+        )
+    else:
+        call, none = _call(q, k, v, head_x, head_v, first, found, ranks, options), d_S.new_empty(0)
+        d_q, d_k, d_v, d_head_x, d_head_v, d_S, _, d_strength, d_log_decay = call.backward(
+            d_o, o, d_S, none, S_end, none, Kept(states, none, total, none), gates=True
+        )
+    own_beta, d_ridge = gates_backward(
         k,
         head_x,
         beta,
@@ -208,6 +217,7 @@ def _backward(
         ranks,
         options,
     )
+    d_beta = d_beta if options.rule.per_column else own_beta
     return d_q, d_k, d_v, d_beta, d_ridge, d_head_x, d_head_v, d_S
 
 
@@ -234,14 +244,11 @@ def inner_product(
     ranks: Ranks,
     options: Options,
 ) -> tuple[Tensor, Tensor]:
-    """falcon1a and falcon3a."""
+    """falcon1a, falcon2a and falcon3a."""
     o, S, *_ = _associative(q, k, v, beta, ridge, head_x, head_v, S, first, count, *pack(ranks, options))
     return o, S
 
 
-KERNELS: dict[Any, Kernels] = {
-    RULES["falcon1"]: regression,
-    RULES["falcon3"]: regression,
-    RULES["falcon1a"]: inner_product,
-    RULES["falcon3a"]: inner_product,
+KERNELS: dict[Any, Kernels] = {RULES[name]: inner_product for name in ("falcon1a", "falcon2a", "falcon3a")} | {
+    RULES[name]: regression for name in ("falcon1", "falcon2", "falcon3")
 }
