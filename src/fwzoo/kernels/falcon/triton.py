@@ -14,6 +14,7 @@ from .columns import Columns
 from .delta import regression
 from .prepass import Gates, gates, gates_backward, heads_of, pack, unpack
 from .reference import falcon_reference
+from .residuals import residuals
 from .rules import RULES, FalconState, Options
 
 
@@ -250,5 +251,7 @@ def inner_product(
 
 
 KERNELS: dict[Any, Kernels] = {RULES[name]: inner_product for name in ("falcon1a", "falcon2a", "falcon3a")} | {
-    RULES[name]: regression for name in ("falcon1", "falcon2", "falcon3")
+    RULES["falcon1"]: regression,
+    RULES["falcon2"]: residuals,
+    RULES["falcon3"]: regression,
 }
