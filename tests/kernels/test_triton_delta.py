@@ -1,4 +1,4 @@
-"""Triton kernels of the delta family (falcon1, falcon3, the gated delta rule) against float64, forward and backward."""
+"""Triton kernels of the delta family (falcon1, falcon2, falcon3, the gated delta rule) against float64, forward and backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fwzoo.kernels import FalconState, GatedDeltaState
 pytest.importorskip("triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-RULES = ["falcon1", "falcon3", "gated_delta"]
+RULES = ["falcon1", "falcon2", "falcon3", "gated_delta"]
 VECTORS = [path for path in falcon_cases.VECTORS if path.parent.name in RULES]
 VECTORS += [path for path in recurrence_cases.VECTORS if path.parent.name in RULES]
 
@@ -83,12 +83,12 @@ def draw(
     return falcon_cases.as_given(arguments, state=state)
 
 
-# the interpreter is slow: falcon3 there on a few vectors only
-BRIEF = ["packed_state", "same_step_state"]
+# the interpreter is slow: falcon2 and falcon3 there on a few vectors only
+BRIEF = {"falcon2": ["packed_state", "same_step_read_before_write"], "falcon3": ["packed_state", "same_step_state"]}
 
 
 def _where(path: Path) -> pytest.MarkDecorator:
-    return pytest.mark.gpu if path.parent.name == "falcon3" and path.stem not in BRIEF else pytest.mark.triton
+    return pytest.mark.triton if path.stem in BRIEF.get(path.parent.name, [path.stem]) else pytest.mark.gpu
 
 
 @pytest.mark.parametrize(
@@ -116,6 +116,7 @@ PAIRINGS = [
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "gated_delta": [{}],
     "falcon1": PAIRINGS,
+    "falcon2": PAIRINGS,
     "falcon3": PAIRINGS,
 }
 
@@ -183,7 +184,7 @@ def test_shapes(rule: str, shape: dict[str, Any], dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", PAIRINGS[1:], ids=str)
-@pytest.mark.parametrize("rule", ["falcon1", "falcon3"])
+@pytest.mark.parametrize("rule", ["falcon1", "falcon2", "falcon3"])
 def test_options(rule: str, options: dict[str, Any]) -> None:
     given = draw(rule, {}, batch=1, tokens=150, heads=3, k_size=64, v_size=64)
     given = {name: x.bfloat16().double() if x.is_floating_point() else x for name, x in given.items()}

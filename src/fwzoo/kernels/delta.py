@@ -130,28 +130,30 @@ def _upper(to, since, STRICT: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def _merged(inverse, M, SMALL: tl.constexpr, LARGE: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr):
+    """Inverse of the blocks of LARGE rows of I + M, from that of its blocks of SMALL rows; LARGE is SMALL times 4."""
+    slot = tl.arange(0, C)
+    apart = slot[:, None] // SMALL > slot[None, :] // SMALL
+    together = slot[:, None] // LARGE == slot[None, :] // LARGE
+    coupling = tl.where(apart & together, M, 0.0)
+    if SMALL > 1:
+        coupling = tl.dot(inverse, coupling, input_precision=PRECISION)
+    squared = tl.dot(coupling, coupling, input_precision=PRECISION)  # the fourth power of coupling is 0
+    if SMALL > 1:
+        inverse = tl.dot(squared, inverse, inverse, input_precision=PRECISION)
+    else:
+        inverse += squared
+    return inverse - tl.dot(coupling, inverse, input_precision=PRECISION)
+
+
+@triton.jit
 def _unit_lower_inverse(M, C: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + M)^-1 for strictly lower triangular M `[C, C]`: substitution in 16-row blocks, then the blocks are merged."""
-    BLOCKS: tl.constexpr = C // 16
-    block, row = tl.arange(0, BLOCKS), tl.arange(0, 16)
-    same = block[:, None, None, None] == block[None, None, :, None]
-    diagonal = tl.sum(tl.where(same, tl.reshape(M, [BLOCKS, 16, BLOCKS, 16]), 0.0), 2)
-    inverse = tl.zeros([BLOCKS, 16, 16], tl.float32) + tl.where(row[:, None] == row[None, :], 1.0, 0.0)[None, :, :]
-    for i in range(1, 16):
-        here = row[None, :, None] == i
-        weights = tl.sum(tl.where(here, diagonal, 0.0), 1)
-        earlier = tl.sum(weights[:, :, None] * inverse, 1)
-        inverse = tl.where(here, inverse - earlier[:, None, :], inverse)
-    if BLOCKS == 1:
-        return tl.reshape(inverse, [C, C])
-    wide = tl.reshape(tl.where(same, inverse[:, :, None, :], 0.0), [C, C])
-    slot = tl.arange(0, C) // 16
-    below = tl.where(slot[:, None] > slot[None, :], M, 0.0)
-    coupling = tl.dot(wide, below, input_precision=PRECISION)  # nilpotent: coupling^BLOCKS = 0
-    if BLOCKS > 2:
-        squared = tl.dot(coupling, coupling, input_precision=PRECISION)
-        wide += tl.dot(squared, wide, input_precision=PRECISION)
-    return wide - tl.dot(coupling, wide, input_precision=PRECISION)
+    """(I + M)^-1 for strictly lower triangular M `[64, 64]`, by blocks of 4, 16 and 64 rows: no long alternating sums."""
+    slot = tl.arange(0, C)
+    unit = tl.where(slot[:, None] == slot[None, :], 1.0, 0.0)
+    inverse = _merged(unit, M, 1, 4, C, PRECISION)
+    inverse = _merged(inverse, M, 4, 16, C, PRECISION)
+    return _merged(inverse, M, 16, 64, C, PRECISION)
 
 
 # --- forward ---
@@ -518,11 +520,11 @@ class Form:
 # values excepted): on Hopper with Triton 3.6, width 32 with 4 warps gave wrong gradients, and width 16 an illegal access.
 SETTINGS: dict[str, dict[str, int]] = {
     "solve": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
-    "scan": {"BV": 64, "num_warps": 4, "num_stages": 2},
+    "scan": {"BV": 64, "num_warps": 4, "num_stages": 3},
     "read": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
     "transposed_solve": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
-    "scans": {"BV": 64, "num_warps": 4, "num_stages": 2},
-    "gradient": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
+    "scans": {"BV": 64, "num_warps": 4, "num_stages": 1},
+    "gradient": {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
     "response": {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
     "apply": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
     "window_read": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
@@ -548,12 +550,13 @@ def work_dtype(x: Tensor) -> torch.dtype:
 def _settings(name: str, q: Tensor, v: Tensor, ranks: Ranks, form: Form) -> dict[str, Any]:
     K, V = q.shape[3], v.shape[3]
     own = dict((SETTINGS if q.dtype == torch.bfloat16 else SETTINGS_WIDE)[name])
-    if K > 128 and name in ("scan", "scans"):
-        own["BV"] = min(own["BV"], 32)  # S^T [BV, K] lies in registers
     own["BV"] = min(own["BV"], max(64, block(V)))
     own["BK"] = min(own["BK"], max(64, block(K))) if "BK" in own else max(64, block(K))
-    if K > 128 and name in ("scan", "scans") and q.dtype == torch.bfloat16:
-        own |= {"num_warps": 8, "num_stages": 1}  # S^T [BV, K] and two operands as wide
+    if name in ("scan", "scans") and q.dtype == torch.bfloat16:
+        if K > 128:
+            own |= {"num_warps": 8, "num_stages": 1}  # S^T [BV, K] and two operands as wide
+        elif ranks.documents * q.shape[2] * triton.cdiv(V, own["BV"]) < 64:
+            own |= {"BV": 32, "num_stages": 3 if name == "scan" else 2}  # few states: cut them finer
     flags = {"SHIFT": int(form.shifted), "DECAYED": form.decayed, "AFTER": form.after, "W": form.window}
     flags |= {"WORK": tl.bfloat16 if work_dtype(q) == torch.bfloat16 else tl.float32, "WIDE": q.dtype == torch.float32}
     return {

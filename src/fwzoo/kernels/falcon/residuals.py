@@ -57,46 +57,51 @@ def residual_kernel(
         rank = i * C + e
         if BACK:
             rank = i * C + (C - 1 - e)  # rows in the order in which they are reached
-        at, place = (c * H + h) * C, e
-        if BACK:
-            place = C - 1 - e
         token = rank < length
-        row = row_of(rows, start, rank, token, MASKED) * H + h
         xp, xok = key_pointers(k, head_x, rows, n, start, length, h, rank, H, K, 1, SHIFT, MASKED)
         x = read(xp[:, None] + dk[None, :], xok[:, None] & in_k)
-        gain = _gains(beta, row, token, dv, V)
-        eta = gain * tl.load(strength + at + place)[:, None]
-        pull = tl.load(upto_low + at + place)[:, None]
-        if DIVIDE:
-            gamma = tl.load(upto + at + place)[:, None] + (1.0 - gain) * pull
-        else:
-            gamma = 1.0 - gain * pull
-        gamma = tl.maximum(gamma, decay_floor)
-        value = read(given + row[:, None] * V + dv[None, :], token[:, None] & in_v).to(tl.float32)
+        if BACK:
+            if tl.program_id(0) == 0:
+                row = row_of(rows, start, rank, token, MASKED) * H + h
+                tl.store(
+                    pairs + row[:, None] * K + dk[None, :], x.to(pairs.dtype.element_ty), mask=token[:, None] & in_k
+                )
         gram = dot(x, tl.trans(x))
         tl.debug_barrier()
         tl.store(gram_at + e[:, None] * C + e[None, :], gram)
         tl.debug_barrier()
         m = dot(x, S.to(x.dtype))
         written = tl.zeros([C, BV], tl.float32)  # to the state, as of the token reached
-        found = tl.zeros([C, BV], tl.float32)
-        seen = tl.zeros([C, BV], tl.float32)
         for b in range(0, C // 16):
-            block_of = (e // 16 == b)[:, None]
-            here = tl.sum(tl.where((tl.arange(0, C // 16) == b)[:, None, None], tl.reshape(m, [C // 16, 16, BV]), 0.0), 0)
-            its_value = tl.sum(tl.where((tl.arange(0, C // 16) == b)[:, None, None], tl.reshape(value, [C // 16, 16, BV]), 0.0), 0)
-            its_eta = tl.sum(tl.where((tl.arange(0, C // 16) == b)[:, None, None], tl.reshape(eta, [C // 16, 16, BV]), 0.0), 0)
-            its_gamma = tl.sum(tl.where((tl.arange(0, C // 16) == b)[:, None, None], tl.reshape(gamma, [C // 16, 16, BV]), 0.0), 0)
+            # the 16 rows of this block
+            slot = b * 16 + near
+            if BACK:
+                slot = C - 1 - slot
+            present = i * C + slot < length
+            its_row = row_of(rows, start, i * C + slot, present, MASKED) * H + h
+            where = present[:, None] & in_v
+            place = (c * H + h) * C + slot
+            gain = _gains(beta, its_row, present, dv, V)
+            eta = gain * tl.load(strength + place)[:, None]
+            pull = tl.load(upto_low + place)[:, None]
+            if DIVIDE:
+                gamma = tl.load(upto + place)[:, None] + (1.0 - gain) * pull
+            else:
+                gamma = 1.0 - gain * pull
+            gamma = tl.maximum(gamma, decay_floor)
+            value = read(given + its_row[:, None] * V + dv[None, :], where).to(tl.float32)
+            this = (tl.arange(0, C // 16) == b)[:, None, None]
+            here = tl.sum(tl.where(this, tl.reshape(m, [C // 16, 16, BV]), 0.0), 0)
             kept = tl.full([BV], 1.0, tl.float32)
             added = tl.zeros([16, BV], tl.float32)
             result = tl.zeros([16, BV], tl.float32)
-            shown = tl.zeros([16, BV], tl.float32)
+            seen = tl.zeros([16, BV], tl.float32)
             for t in range(0, 16):
                 now = (near == t)[:, None]
                 m_t = tl.sum(tl.where(now, here, 0.0), 0)
-                v_t = tl.sum(tl.where(now, its_value, 0.0), 0)
-                eta_t = tl.sum(tl.where(now, its_eta, 0.0), 0)
-                gamma_t = tl.sum(tl.where(now, its_gamma, 0.0), 0)
+                v_t = tl.sum(tl.where(now, value, 0.0), 0)
+                eta_t = tl.sum(tl.where(now, eta, 0.0), 0)
+                gamma_t = tl.sum(tl.where(now, gamma, 0.0), 0)
                 if BACK:
                     y = v_t + eta_t * m_t
                     z = -y
@@ -108,21 +113,15 @@ def residual_kernel(
                 added = tl.where(now, z[None, :], added * gamma_t[None, :])
                 kept = kept * gamma_t
                 result = tl.where(now, y[None, :], result)
-                shown = tl.where(now, m_t[None, :], shown)
-            spread = tl.where(block_of, tl.reshape(tl.broadcast_to(added[None, :, :], [C // 16, 16, BV]), [C, BV]), 0.0)
-            found += tl.where(block_of, tl.reshape(tl.broadcast_to(result[None, :, :], [C // 16, 16, BV]), [C, BV]), 0.0)
-            seen += tl.where(block_of, tl.reshape(tl.broadcast_to(shown[None, :, :], [C // 16, 16, BV]), [C, BV]), 0.0)
+                seen = tl.where(now, m_t[None, :], seen)
+            tl.store(out + its_row[:, None] * V + dv[None, :], result.to(out.dtype.element_ty), mask=where)
+            if not BACK:
+                tl.store(reads + its_row[:, None] * V + dv[None, :], seen.to(reads.dtype.element_ty), mask=where)
+            spread = tl.reshape(tl.where(this, added[None, :, :], 0.0), [C, BV])
             m = m * kept[None, :] + dot(gram.to(x.dtype), spread.to(x.dtype))
             written = written * kept[None, :] + spread
             S = S * kept[None, :]
         S += dot(tl.trans(x), written.to(x.dtype))
-        where = token[:, None] & in_v
-        tl.store(out + row[:, None] * V + dv[None, :], found.to(out.dtype.element_ty), mask=where)
-        if BACK:
-            if tl.program_id(0) == 0:
-                tl.store(pairs + row[:, None] * K + dk[None, :], x.to(pairs.dtype.element_ty), mask=token[:, None] & in_k)
-        else:
-            tl.store(reads + row[:, None] * V + dv[None, :], seen.to(reads.dtype.element_ty), mask=where)
     tl.store(S_out + own, S, mask=(dk < K)[:, None] & in_v)
 
 
@@ -145,7 +144,15 @@ def pair_kernel(
 
 
 def _run(
-    k: Tensor, head_x: Tensor, given: Tensor, beta: Tensor, found: Tensor, S: Tensor, ranks: Ranks, options: Options, back: bool
+    k: Tensor,
+    head_x: Tensor,
+    given: Tensor,
+    beta: Tensor,
+    found: Tensor,
+    S: Tensor,
+    ranks: Ranks,
+    options: Options,
+    back: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Residuals and what their rows read (back: gradients of the residuals, and pair keys by token), and the last state."""
     heads, k_size, v_size = k.shape[2], k.shape[3], given.shape[3]
