@@ -526,6 +526,7 @@ SETTINGS: dict[str, dict[str, int]] = {
     "scans": {"BV": 64, "num_warps": 4, "num_stages": 1},
     "gradient": {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
     "response": {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
+    "coupling": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
     "apply": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
     "window_read": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
 }
@@ -537,6 +538,7 @@ SETTINGS_WIDE: dict[str, dict[str, int]] = {
     "scans": {"BV": 16, "num_warps": 8, "num_stages": 1},
     "gradient": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
     "response": {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
+    "coupling": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
     "apply": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
     "window_read": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
 }

@@ -309,29 +309,27 @@ def window_product_kernel(
 
 @triton.jit(do_not_specialize=[*FIXED, "total"])
 def response_backward_kernel(
-    q, k, head, strength, upto, upto_low, scratch, d_responses, d_couplings, d_strength, d_log_decay, docs, chunk_doc, rows, total, T, NC,
+    q, k, head, strength, upto, upto_low, scratch, history, d_responses, final, lead, near_gram, near_score, d_strength, d_log_decay,
+    docs, chunk_doc, rows, total, T, NC,
     H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BW: tl.constexpr,
     SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The run over the tokens back to front. d_couplings `[M * H, 2, C, C]`: gradients of the Gram matrix, both orders of a pair
-    added up, and of the scores. d_log_decay holds the part that the responses see."""
-    coupling = scratch + tl.program_id(0).to(tl.int64) * (
-        2 * C * C + 2 * C * BW * 2 * C + 4 * C * 2 * C + C * BW * (BW + 1)
-    )
-    score = coupling + C * C
-    shown_e = score + C * C  # residuals and partial writes of every token
-    shown_p = shown_e + C * BW * 2 * C
-    final = shown_p + C * BW * 2 * C
-    lead, part_gain, part_kept = final + 2 * C * C, final + 4 * C * C, final + 6 * C * C
-    near_gram = final + 8 * C * C
-    near_score = near_gram + C * BW * BW
+    """The run over the tokens again, then back to front. scratch: `[programs, 6, C, C]`, history: `[programs, 2, C, BW, 2 C]`.
+
+    Left for `coupling_kernel`, a tile each: `final` is hat at the end, `lead` the gradient of what a key reads as it enters
+    (both `[C, 2 C]`), near_gram `[C, BW, BW]` and near_score `[C, BW]` the gradients of products within a window. d_strength is
+    whole, d_log_decay holds what R and p see of each token's decay.
+    """
+    coupling = scratch + tl.program_id(0).to(tl.int64) * (6 * C * C)
+    score, part_gain, part_kept = coupling + C * C, coupling + 2 * C * C, coupling + 4 * C * C
+    shown_e = history + tl.program_id(0).to(tl.int64) * (4 * C * C * BW)
+    shown_p = shown_e + 2 * C * C * BW
     slot, column, age = tl.arange(0, C), tl.arange(0, 2 * C), tl.arange(0, BW)
     wide = slot[:, None] * (2 * C) + column[None, :]
     window = age[:, None] * (2 * C) + column[None, :]
     inside_window = (age < W)[:, None] & (column >= 0)[None, :]
-    earlier_age = (age[None, :] == age[:, None] + 1) & (age < W)[None, :]
     behind = slot[:, None] - slot[None, :]
-    row_at = slot[:, None] * C + slot[None, :]
+    row_at, across = slot[:, None] * C + slot[None, :], slot[None, :] * C + slot[:, None]
     for index in range(tl.program_id(0).to(tl.int64), total, tl.num_programs(0)):
         gram, scores, entering, reading, ending = _couplings(
             q, k, head, strength, upto, upto_low, docs, chunk_doc, rows, index, T, NC,
@@ -339,10 +337,17 @@ def response_backward_kernel(
         )  # fmt: skip
         tl.debug_barrier()  # the chunk before is read no more
         tl.store(coupling + row_at, tl.where(entering > 0, gram * entering, tl.where(behind < W, gram, 0.0)))
+        tl.store(score + row_at, tl.where(reading > 0, scores * reading, 0.0))
+        tl.debug_barrier()
+        # as it lies: what the reads see of pairs that have left
+        d_write, d_read = d_responses + index * (4 * C * C), d_responses + index * (4 * C * C) + 2 * C * C
+        left = (slot + W - 1 < C)[:, None]
+        d_hat = tl.where(left, tl.load(d_write + wide).to(tl.float32) * ending[:, None], 0.0)
+        d_hat = tl.dot(tl.load(score + across).to(WORK), tl.load(d_read + wide), d_hat, input_precision=PRECISION)
+        tl.debug_barrier()
         tl.store(score + row_at, scores)
-        tl.store(lead + wide, tl.zeros([C, 2 * C], tl.float32))
-        tl.store(part_gain + wide, tl.zeros([C, 2 * C], tl.float32))
-        tl.store(part_kept + wide, tl.zeros([C, 2 * C], tl.float32))
+        hat_at = coupling + 2 * C * C  # of the gradients of hat, until the run is over
+        tl.store(hat_at + wide, d_hat)
         tl.debug_barrier()
         hat = tl.zeros([C, 2 * C], tl.float32)
         p = tl.zeros([BW, 2 * C], tl.float32)
@@ -350,30 +355,18 @@ def response_backward_kernel(
         for s in range(W - 1, C):
             gain, kept, upto_s = _token(upto, upto_low, strength, index * C, s, WIDE)
             e, p, hat, R = _advance(coupling, gain, kept, upto_s, s, p, R, hat, C, W, BW)
-            tl.store(shown_e + s * (BW * 2 * C) + window, e)
-            tl.store(shown_p + s * (BW * 2 * C) + window, p)
-        tl.store(final + wide, hat)
-        d_write, d_read = d_responses + index * (4 * C * C), d_responses + index * (4 * C * C) + 2 * C * C
+            tl.store(shown_e + s * (BW * 2 * C) + window, e.to(shown_e.dtype.element_ty))
+            tl.store(shown_p + s * (BW * 2 * C) + window, p.to(shown_p.dtype.element_ty))
+        tl.store(final + index * (2 * C * C) + wide, hat.to(final.dtype.element_ty))
+        d_hat = tl.load(hat_at + wide)
         tl.debug_barrier()
-
-        # gradients of hat (per pair), p and R (per age)
-        whole = tl.load(d_write + wide).to(tl.float32)
-        left = (slot + W - 1 < C)[:, None]
-        d_ending = tl.sum(tl.where(left, whole * tl.load(final + wide), 0.0), 1) * ending
-        tl.store(score + row_at, scores * reading)  # what the reads see of pairs that have left
-        d_hat = tl.where(left, whole * ending[:, None], 0.0)
+        none = tl.zeros([C, 2 * C], tl.float32)
+        tl.store(part_gain + wide, none)
+        tl.store(part_kept + wide, none)
+        tl.store(lead + index * (2 * C * C) + wide, none.to(lead.dtype.element_ty))
         last = C - 1 - age
-        d_p = tl.load(
-            d_write + last[:, None] * (2 * C) + column[None, :],
-            mask=(age < W - 1)[:, None] & (column >= 0)[None, :],
-            other=0.0,
-        ).to(tl.float32)
+        d_p = tl.load(d_write + last[:, None] * (2 * C) + column[None, :], mask=(age < W - 1)[:, None] & (column >= 0)[None, :], other=0.0).to(tl.float32)
         d_R = tl.zeros([BW, 2 * C], tl.float32)
-        tl.debug_barrier()
-        weights_t = tl.load(score + slot[None, :] * C + slot[:, None])
-        d_hat = tl.dot(weights_t, tl.load(d_read + wide).to(tl.float32), d_hat, input_precision=PRECISION)
-        tl.debug_barrier()
-        tl.store(score + row_at, scores)
         tl.debug_barrier()
         for back in range(0, C - W + 1):
             s = C - 1 - back
@@ -381,80 +374,93 @@ def response_backward_kernel(
             shown = s if AFTER else s + 1
             gain, kept, _upto_s = _token(upto, upto_low, strength, index * C, s, WIDE)
             first_row = tl.sum(tl.where((age == 0)[:, None], d_R, 0.0), 0)
-            tl.store(lead + (s + 1) * (2 * C) + column, first_row, mask=(column >= 0) & inside)
+            tl.store(lead + index * (2 * C * C) + (s + 1) * (2 * C) + column, first_row.to(lead.dtype.element_ty), mask=(column >= 0) & inside)
             past = tl.load(coupling + (s + 1) * C + slot, mask=(slot <= s + 1 - W) & inside, other=0.0)
             d_hat += past[:, None] * first_row[None, :]
             near = tl.load(coupling + (s + 1) * C + s - age, mask=(age < W - 1) & inside, other=0.0)
             weight = tl.load(score + shown * C + s - age, mask=(age < W - 1) & (shown < C), other=0.0)
-            d_out = tl.load(d_read + shown * (2 * C) + column, mask=(column >= 0) & (shown < C), other=0.0).to(
-                tl.float32
-            )
+            d_out = tl.load(d_read + shown * (2 * C) + column, mask=(column >= 0) & (shown < C), other=0.0).to(tl.float32)
             d_p += near[:, None] * first_row[None, :] + weight[:, None] * d_out[None, :]
             done = tl.sum(tl.where((slot == s - (W - 1))[:, None], d_hat, 0.0), 0)
             d_p += tl.where((age == W - 1)[:, None], done[None, :], 0.0)
             inner = _window_gram(coupling, s, C, W, BW)
-            d_e = tl.where((age < W)[:, None], d_p, 0.0) + tl.sum(
-                inner[:, :, None] * d_R[:, None, :], 0
-            )  # over the gain
-            e = tl.load(shown_e + s * (BW * 2 * C) + window, mask=inside_window, other=0.0)
-            p = tl.load(shown_p + s * (BW * 2 * C) + window, mask=inside_window, other=0.0)
-            before = tl.load(shown_p + (s - 1) * (BW * 2 * C) + window, mask=inside_window & (s > W - 1), other=0.0)
+            d_e = tl.where((age < W)[:, None], d_p, 0.0) + tl.sum(inner[:, :, None] * d_R[:, None, :], 0)  # over the gain
+            e = tl.load(shown_e + s * (BW * 2 * C) + window, mask=inside_window, other=0.0).to(tl.float32)
+            before = tl.load(shown_p + (s - 1) * (BW * 2 * C) + window, mask=inside_window & (s > W - 1), other=0.0).to(tl.float32)
+            down = tl.where((age[None, :] == age[:, None] + 1) & (age < W)[None, :], 1.0, 0.0)[:, :, None]
+            up = tl.where((age[:, None] == age[None, :] + 1) & (age < W)[:, None], 1.0, 0.0)[:, :, None]
+            p = kept * tl.sum(up * before[None, :, :], 1) + gain * e
             R = tl.where((column[None, :] == s - age[:, None]) & (age < W)[:, None], 1.0, 0.0) - e
             tl.store(part_gain + s * (2 * C) + column, tl.sum(d_e * e, 0))
-            down = tl.where(earlier_age, 1.0, 0.0)[:, :, None]
             d_p, d_R_older = tl.sum(down * d_p[None, :, :], 1), tl.sum(down * d_R[None, :, :], 1)
             tl.store(part_kept + s * (2 * C) + column, tl.sum(d_p * before + d_R_older * R, 0))
-            entering_row = (age == 0)[:, None, None]
-            seen = tl.where(entering_row, p[None, :, :], (gain * e)[None, :, :])
-            products = tl.sum(d_R[:, None, :] * seen, 2)
-            tl.store(near_gram + s * (BW * BW) + age[:, None] * BW + age[None, :], products)
-            tl.store(near_score + s * BW + age, tl.sum(d_out[None, :] * p, 1))
+            seen = tl.where((age == 0)[:, None, None], p[None, :, :], (gain * e)[None, :, :])
+            at = index * C + s
+            tl.store(near_gram + at * (BW * BW) + age[:, None] * BW + age[None, :], tl.sum(d_R[:, None, :] * seen, 2))
+            tl.store(near_score + at * BW + age, tl.sum(d_out[None, :] * p, 1))
             d_R = kept * d_R_older - gain * d_e
             d_p = kept * d_p
         tl.debug_barrier()
-
-        hat = tl.load(final + wide)
-        first_rows = tl.load(lead + wide)
-        d_out = tl.load(d_read + wide).to(tl.float32)
-        d_far = tl.where(behind >= W, tl.dot(first_rows, tl.trans(hat), input_precision=PRECISION), 0.0)
-        d_far_score = tl.dot(d_out, tl.trans(hat), input_precision=PRECISION) * reading
-        # every pair decays over the steps between: add exactly those
-        inner_span = d_far * tl.load(coupling + row_at)
-        read_span = d_far_score * tl.load(score + row_at)
-        spans = tl.dot(tl.where(behind < 0, 1.0, 0.0), inner_span, input_precision=PRECISION)
-        reads = behind <= 0 if AFTER else behind < 0
-        spans = tl.dot(tl.where(reads, 1.0, 0.0), read_span, spans, input_precision=PRECISION)
-        d_step = tl.sum(tl.where(behind >= W, spans + d_ending[None, :], 0.0), 1)
-        _gain, since, until, _total = _gates(strength, upto, upto_low, index, WIDE, C)
-        fresh = tl.sum(tl.where(column[None, :] == C + slot[:, None], first_rows, 0.0), 1) * tl.exp(
-            until.to(tl.float32)
-        )
-        d_step += tl.cumsum(fresh, 0, reverse=True) - fresh
-        d_step += tl.sum(tl.load(part_kept + wide), 1) * tl.exp((since - until).to(tl.float32))
         token = slot >= W - 1
-        tl.store(d_log_decay + index * C + slot, tl.where(token, d_step, 0.0))
         tl.store(d_strength + index * C + slot, tl.where(token, tl.sum(tl.load(part_gain + wide), 1), 0.0))
+        _gain, since, until, _total = _gates(strength, upto, upto_low, index, WIDE, C)
+        d_step = tl.sum(tl.load(part_kept + wide), 1) * tl.exp((since - until).to(tl.float32))
+        tl.store(d_log_decay + index * C + slot, tl.where(token, d_step, 0.0))
 
-        d_gram = d_far * entering
-        d_far_t = tl.dot(hat, tl.trans(first_rows), input_precision=PRECISION)
-        d_gram += tl.where(behind <= -W, d_far_t * tl.trans(entering), 0.0)
-        for apart in tl.static_range(W):
-            both = tl.zeros([C], tl.float32)
-            for a in tl.static_range(W):
-                for b in tl.static_range(W):
-                    # slots s + 1 - a and s - b; the older one is `slot`
-                    if (b + 1 - a == apart or a - b - 1 == apart) and (a > 0 or b < W - 1):
-                        s = slot + max(a - 1, b)
-                        both += tl.load(near_gram + s * (BW * BW) + a * BW + b, mask=(s < C) & (s >= W - 1), other=0.0)
-            d_gram += tl.where(behind == apart, both[None, :], 0.0) + tl.where(behind == -apart, both[:, None], 0.0)
-        d_score = d_far_score
-        for a in tl.static_range(W - 1):
-            s = slot + a
-            own = tl.load(near_score + s * BW + a, mask=(s < C) & (s >= W - 1), other=0.0)
-            d_score += tl.where(behind == (a if AFTER else a + 1), own[None, :], 0.0)
-        at = d_couplings + index * (2 * C * C) + row_at
-        tl.store(at, d_gram.to(d_couplings.dtype.element_ty))
-        tl.store(at + C * C, d_score.to(d_couplings.dtype.element_ty))
+
+@triton.jit(do_not_specialize=FIXED)
+def coupling_kernel(
+    q, k, head, strength, upto, upto_low, d_responses, final, lead, near_gram, near_score, d_couplings, d_log_decay,
+    docs, chunk_doc, rows, T, NC,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BW: tl.constexpr,
+    SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """d_couplings `[M * H, 2, C, C]`: gradients of the Gram matrix, both orders of a pair added up, and of the scores."""
+    index = tl.program_id(0).to(tl.int64)
+    gram, scores, entering, reading, ending = _couplings(
+        q, k, head, strength, upto, upto_low, docs, chunk_doc, rows, index, T, NC,
+        H, K, C, BK, SHIFT, W, AFTER, PLAIN, MASKED, WORK, WIDE, PRECISION,
+    )  # fmt: skip
+    slot, column = tl.arange(0, C), tl.arange(0, 2 * C)
+    wide = slot[:, None] * (2 * C) + column[None, :]
+    behind = slot[:, None] - slot[None, :]
+    hat = tl.load(final + index * (2 * C * C) + wide)
+    first_rows = tl.load(lead + index * (2 * C * C) + wide)
+    d_write, d_read = d_responses + index * (4 * C * C), d_responses + index * (4 * C * C) + 2 * C * C
+    d_far = tl.where(behind >= W, tl.dot(first_rows, tl.trans(hat), input_precision=PRECISION), 0.0) * entering
+    d_far_t = tl.where(behind <= -W, tl.dot(hat, tl.trans(first_rows), input_precision=PRECISION), 0.0)
+    d_score = tl.dot(tl.load(d_read + wide), tl.trans(hat), input_precision=PRECISION) * reading
+    # every pair decays over the steps between: add exactly those
+    spans = tl.dot(tl.where(behind < 0, 1.0, 0.0), d_far * gram, input_precision=PRECISION)
+    crossed = behind <= 0 if AFTER else behind < 0
+    spans = tl.dot(tl.where(crossed, 1.0, 0.0), d_score * scores, spans, input_precision=PRECISION)
+    d_ending = tl.sum(tl.load(d_write + wide).to(tl.float32) * hat.to(tl.float32), 1) * ending
+    d_ending = tl.where(slot + W - 1 < C, d_ending, 0.0)
+    d_step = tl.sum(tl.where(behind >= W, spans + d_ending[None, :], 0.0), 1)
+    _gain, since, until, _total = _gates(strength, upto, upto_low, index, WIDE, C)
+    fresh = tl.sum(tl.where(column[None, :] == C + slot[:, None], first_rows.to(tl.float32), 0.0), 1) * tl.exp(until.to(tl.float32))
+    d_step += tl.cumsum(fresh, 0, reverse=True) - fresh
+    d_step += tl.load(d_log_decay + index * C + slot)
+    tl.store(d_log_decay + index * C + slot, tl.where(slot >= W - 1, d_step, 0.0))
+
+    d_gram = d_far + d_far_t * tl.trans(entering)
+    near_gram, near_score = near_gram + index * (C * BW * BW), near_score + index * (C * BW)
+    for apart in tl.static_range(W):
+        both = tl.zeros([C], tl.float32)
+        for a in tl.static_range(W):
+            for b in tl.static_range(W):
+                # slots s + 1 - a and s - b; the older one is `slot`
+                if (b + 1 - a == apart or a - b - 1 == apart) and (a > 0 or b < W - 1):
+                    s = slot + max(a - 1, b)
+                    both += tl.load(near_gram + s * (BW * BW) + a * BW + b, mask=(s < C) & (s >= W - 1), other=0.0)
+        d_gram += tl.where(behind == apart, both[None, :], 0.0) + tl.where(behind == -apart, both[:, None], 0.0)
+    for a in tl.static_range(W - 1):
+        s = slot + a
+        own = tl.load(near_score + s * BW + a, mask=(s < C) & (s >= W - 1), other=0.0)
+        d_score += tl.where(behind == (a if AFTER else a + 1), own[None, :], 0.0)
+    at = d_couplings + index * (2 * C * C) + slot[:, None] * C + slot[None, :]
+    tl.store(at, d_gram.to(d_couplings.dtype.element_ty))
+    tl.store(at + C * C, d_score.to(d_couplings.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=FIXED)
@@ -632,7 +638,10 @@ def window_backward(
     gates = (strength, upto, upto_low)
     width = triton.next_power_of_2(form.window)
     programs = min(PROGRAMS, M)
-    scratch = q.new_empty(programs, 10 * C * C + C * width * (4 * C + width + 1), dtype=torch.float32)
+    scratch = q.new_empty(programs, 6, C, C, dtype=torch.float32)
+    history = q.new_empty(programs, 2, C, width, 2 * C, dtype=work)
+    final, lead = q.new_empty(M, C, 2 * C, dtype=work), q.new_empty(M, C, 2 * C, dtype=work)
+    near_gram, near_score = strength.new_empty(M, C, width, width), strength.new_empty(M, C, width)
     with on_device(q):
         settings = _settings("apply", q, v, ranks, form)
         window_transposed_kernel[(M,)](
@@ -650,10 +659,15 @@ def window_backward(
             d_borders_t=d_borders_t, d_v=d_v, d_head_v=d_head_v, carry_v=carry_v, **settings,
         )  # fmt: skip
         settings = _settings("response", q, v, ranks, form)
+        left = {"final": final, "lead": lead, "near_gram": near_gram, "near_score": near_score, "BW": width}
         response_backward_kernel[(programs,)](
-            q, k, head_x, *gates, scratch=scratch, d_responses=d_responses, d_couplings=d_couplings,
-            d_strength=d_strength, d_log_decay=d_log_decay, total=M, BW=width, **settings,
+            q, k, head_x, *gates, scratch=scratch, history=history, d_responses=d_responses, d_strength=d_strength,
+            d_log_decay=d_log_decay, total=M, **left, **settings,
         )  # fmt: skip
+        settings = _settings("coupling", q, v, ranks, form)
+        coupling_kernel[(M,)](
+            q, k, head_x, *gates, d_responses=d_responses, d_couplings=d_couplings, d_log_decay=d_log_decay, **left, **settings
+        )
         settings = _settings("gradient", q, v, ranks, form)
         window_gradient_kernel[(M,)](
             q, k, head_x, d_o, *gates, residual_t=residual_t, d_residual_t=d_residual_t, borders_t=borders_t,
