@@ -54,7 +54,7 @@ def as_given(name: str, arguments: dict[str, Tensor], state: Any = None) -> dict
 
 def a_state(name: str, documents: int, **sizes: Any) -> Any:
     """A state after some tokens; the second document has not seen any key."""
-    operator, own = options_of(name)
+    _, own = options_of(name)
     if name not in RULES:
         return linear_attention(**draw(name, batch=documents, tokens=5, **sizes))[1]
     _, state = falcon(**draw(name, batch=documents, tokens=5, **sizes), **own)
@@ -64,7 +64,6 @@ def a_state(name: str, documents: int, **sizes: Any) -> Any:
 
 def check(name: str, given: dict[str, Tensor], dtype: torch.dtype = torch.float32, **options: Any) -> None:
     """The kernels are at most twice as far from the float64 reference as the chunk level in the same dtype."""
-    operator, _ = options_of(name)
     if dtype != torch.float32:  # what the operator gets is exact in this dtype
         narrow = {f"in.{key}" for key in "qkv"} | {f"state_in.{key}" for key in ("key", "tail_x", "tail_v")}
         given = {key: x.to(dtype).double() if key in narrow else x for key, x in given.items()}
@@ -235,7 +234,7 @@ def test_stress(name: str, stress: str) -> None:
 @gpu
 @names
 def test_non_contiguous_inputs_and_gradients(name: str) -> None:
-    operator, own = options_of(name)
+    _, own = options_of(name)
     arguments = {n: x.float().cuda() for n, x in draw(name, tokens=200, k_size=32, v_size=32).items()}
     if name.endswith("decay"):
         del arguments["log_decay"]

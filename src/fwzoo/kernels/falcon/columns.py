@@ -24,7 +24,6 @@ from ..gpu import block, dot, key_pointers, of_chunk, on_device, read, row_of, v
 from ..ranks import CHUNK, Ranks
 from .rules import Options
 
-
 CUTS.update(
     {
         "column states": ((8192, 4, 2), (4096, 4, 1)),

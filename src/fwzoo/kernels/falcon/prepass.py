@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..gpu import block, key_pointers, of_chunk, on_device, read, row_of, tables
 from ..ranks import CHUNK, Ranks
-from .rules import FalconState, Options
+from .rules import RULES, FalconState, Options
 
 SQUARINGS = tl.constexpr(24)
 
@@ -492,3 +492,35 @@ def gates_backward(
                 TOP=_top(options),
             )
     return d_beta, d_ridge
+
+
+# --- options and tables as an operator's arguments ---
+
+
+def unpack(
+    docs: Tensor | None,
+    chunk_doc: Tensor | None,
+    segment_doc: Tensor | None,
+    rows: Tensor | None,
+    sizes: list[int],
+    rule: str,
+    flags: list[int],
+    numbers: list[float],
+) -> tuple[Ranks, Options]:
+    """Tables and options from what an operator can take."""
+    ranks = Ranks(*sizes, docs, chunk_doc, segment_doc, rows)
+    window, shifted, after, divide, coupled = flags
+    return ranks, Options(
+        RULES[rule], window, bool(shifted), bool(after), "beta" if divide else "eta", bool(coupled), *numbers
+    )
+
+
+def pack(ranks: Ranks, options: Options) -> tuple[Any, ...]:
+    """The inverse of `unpack`."""
+    sizes = [
+        ranks.batch, ranks.tokens, ranks.documents, ranks.overlap, ranks.segment, ranks.chunks, ranks.segments
+    ]  # fmt: skip
+    rule = next(name for name, rule in RULES.items() if rule == options.rule)
+    flags = [options.window, options.shifted, options.read_after_write, options.step == "beta", options.scale_coupled]
+    tables = (ranks.docs, ranks.chunk_doc, ranks.segment_doc, ranks.rows)
+    return *tables, sizes, rule, [int(x) for x in flags], [options.eps, options.decay_floor]

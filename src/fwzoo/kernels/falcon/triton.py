@@ -11,8 +11,10 @@ from ..associative import Associative, Kept, segment_length
 from ..gpu import custom
 from ..ranks import CHUNK, Ranks, make_ranks
 from .columns import Columns
-from .prepass import Gates, gates, gates_backward, heads_of, inputs_backward
+from .delta import regression
+from .prepass import Gates, gates, gates_backward, heads_of, inputs_backward, pack, unpack
 from .reference import falcon_reference
+from .residuals import residuals
 from .rules import RULES, FalconState, Options
 
 
@@ -107,36 +109,6 @@ def _new_tail(
 # --- falcon1a, falcon2a, falcon3a ---
 
 
-def _unpack(
-    q: Tensor,
-    docs: Tensor | None,
-    chunk_doc: Tensor | None,
-    segment_doc: Tensor | None,
-    rows: Tensor | None,
-    sizes: list[int],
-    rule: str,
-    flags: list[int],
-    numbers: list[float],
-) -> tuple[Ranks, Options]:
-    """Tables and options from what an operator can take."""
-    ranks = Ranks(*sizes, docs, chunk_doc, segment_doc, rows)
-    window, shifted, after, divide, coupled = flags
-    return ranks, Options(
-        RULES[rule], window, bool(shifted), bool(after), "beta" if divide else "eta", bool(coupled), *numbers
-    )
-
-
-def _pack(ranks: Ranks, options: Options) -> tuple[Any, ...]:
-    """The inverse of `_unpack`."""
-    sizes = [
-        ranks.batch, ranks.tokens, ranks.documents, ranks.overlap, ranks.segment, ranks.chunks, ranks.segments
-    ]  # fmt: skip
-    rule = next(name for name, rule in RULES.items() if rule == options.rule)
-    flags = [options.window, options.shifted, options.read_after_write, options.step == "beta", options.scale_coupled]
-    tables = (ranks.docs, ranks.chunk_doc, ranks.segment_doc, ranks.rows)
-    return *tables, sizes, rule, [int(x) for x in flags], [options.eps, options.decay_floor]
-
-
 def _call(
     q: Tensor,
     k: Tensor,
@@ -174,7 +146,7 @@ def _forward(
     flags: list[int],
     numbers: list[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    ranks, options = _unpack(q, docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
+    ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
     found, vector = gates(k, head_x, beta, ridge, first, count, ranks, options)
     if options.rule.per_column:
         call = Columns(q, k, v, beta, head_x, head_v, first, found, ranks, options)
@@ -225,7 +197,7 @@ def _backward(
     found: Tensor,
     vector: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    ranks, options = _unpack(q, docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
+    ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
     gates_found = Gates(found, vector)
     if options.rule.per_column:
         columns = Columns(q, k, v, beta, head_x, head_v, first, found, ranks, options)
@@ -254,7 +226,7 @@ def _backward(
 
 
 def _fake_backward(d_o: Tensor, d_S: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x) for x in arguments[:7]) + (torch.empty_like(d_S),)
+    return *(torch.empty_like(x) for x in arguments[:7]), torch.empty_like(d_S)
 
 
 _associative = custom(
@@ -277,8 +249,12 @@ def inner_product(
     options: Options,
 ) -> tuple[Tensor, Tensor]:
     """falcon1a, falcon2a and falcon3a."""
-    o, S, *_ = _associative(q, k, v, beta, ridge, head_x, head_v, S, first, count, *_pack(ranks, options))
+    o, S, *_ = _associative(q, k, v, beta, ridge, head_x, head_v, S, first, count, *pack(ranks, options))
     return o, S
 
 
-KERNELS: dict[Any, Kernels] = {RULES[name]: inner_product for name in ("falcon1a", "falcon2a", "falcon3a")}
+KERNELS: dict[Any, Kernels] = {RULES[name]: inner_product for name in ("falcon1a", "falcon2a", "falcon3a")} | {
+    RULES["falcon1"]: regression,
+    RULES["falcon2"]: residuals,
+    RULES["falcon3"]: regression,
+}
