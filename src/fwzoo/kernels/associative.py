@@ -1,9 +1,15 @@
 """Triton kernels of the inner-product rules with one decay a token: falcon1a, falcon3a, linear attention.
 
-Within a chunk, with log-decay prefix u, strengths c and windows of W pairs (slots and chunks: see `ranks.py`),
+Within a chunk, with log-decay prefix u, strengths c and windows of W pairs (slots and chunks: see `ranks.py`), pair j is
+written by tokens j ... j + W - 1. Let P_jd be what tokens j ... j + d have written of it, at token j + d:
 
-    o_t = exp(u_t) S_0^T q_t + sum_j M_tj (q_t . x_j) v_j      M_tj = sum of c_s exp(u_t - u_s) over s = j ... min(t, j + W - 1)
-    S_C = exp(u_C) S_0 + sum_j w_j x_j v_j^T                   w_j  = sum of c_s exp(u_C - u_s) over s = j ... j + W - 1
+    P_jd = exp(u_{j+d} - u_{j+d-1}) P_{j,d-1} + c_{j+d}
+    o_t  = exp(u_t) S_0^T q_t + sum_j M_tj (q_t . x_j) v_j      M_tj = P_{j,t-j} near the diagonal (t - j < W - 1), and
+                                                                       P_{j,W-1} exp(u_t - u_{j+W-1}) far from it
+    S_C  = exp(u_C) S_0 + sum_j w_j x_j v_j^T                   w_j  = P_{j,W-1} exp(u_C - u_{j+W-1})
+
+so that a window costs a few selects more than a single pair. Tokens behind the chunk's end write nothing here (c = 0) and
+do not decay: what they write of these pairs is the next chunk's.
 
 A document's chunks are grouped into segments. Four steps, and only the states between segments go through memory: what each
 segment adds by itself (`_segment_states`), a scan over segments (`_scan`), then every segment walks over its chunks with the
@@ -15,6 +21,8 @@ The normaliser z of linear attention is a column of ones behind v: `ONES`.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -56,17 +64,53 @@ def _decays(upto, upto_low, at, later, LOW: tl.constexpr):
 
 
 @triton.jit
-def _to_end(strength, upto, upto_low, at, e, end, end_low, W: tl.constexpr, LOW: tl.constexpr, C: tl.constexpr):
-    """w_j: how much of pair j is in the state at the chunk's end."""
-    w = tl.zeros([C], tl.float32)
-    for back in tl.static_range(W):
-        inside = e + back < C
-        c = tl.load(strength + at + e + back, mask=inside, other=0.0)
-        difference = end - tl.load(upto + at + e + back, mask=inside, other=0.0)
-        if LOW:
-            difference += end_low - tl.load(upto_low + at + e + back, mask=inside, other=0.0)
-        w += c * tl.exp(tl.minimum(difference, 0.0))
-    return w
+def _written(weights, upto, upto_low, at, e, W: tl.constexpr, LOW: tl.constexpr, C: tl.constexpr):
+    """P_{j,W-1} of every pair, and the two halves of u at the token that wrote it last."""
+    last = tl.minimum(e + W - 1, C - 1)
+    high, low = _decays(upto, upto_low, at, last, LOW)
+    return tl.load(weights + at * W + (W - 1) * C + e), high, low
+
+
+@triton.jit
+def _far(high, low, s_high, s_low, apart, W: tl.constexpr, LOW: tl.constexpr):
+    """exp(u_t - u_{j+W-1}) for pairs that were written whole, else 0. apart: last token that t reads, minus j."""
+    difference = high - s_high
+    if LOW:
+        difference += low - s_low
+    return tl.where(apart >= W - 1, tl.exp(tl.minimum(difference, 0.0)), 0.0)
+
+
+@triton.jit
+def _with_near(mix, near, apart, s, PAIRS_AS_ROWS: tl.constexpr, W: tl.constexpr, C: tl.constexpr):
+    """Put P_jd near the diagonal into the far part of M. near: where the chunk's P begin, s: the slots of the pairs."""
+    for d in tl.static_range(W - 1):
+        p = tl.load(near + d * C + s)
+        if PAIRS_AS_ROWS:
+            mix = tl.where(apart == d, p[:, None], mix)
+        else:
+            mix = tl.where(apart == d, p[None, :], mix)
+    return mix
+
+
+@triton.jit
+def _window_weights(strength, upto, upto_low, weights, W: tl.constexpr, LOW: tl.constexpr, C: tl.constexpr):
+    """P of every pair of a chunk: `[M, H, W, C]`."""
+    at = tl.program_id(0).to(tl.int64) * C
+    e = tl.arange(0, C)
+    p = tl.zeros([C], tl.float32)
+    for d in tl.static_range(W):
+        p = p * _decay_of(upto, upto_low, at, e + d, LOW, C)
+        p += tl.load(strength + at + e + d, mask=e + d < C, other=0.0)
+        tl.store(weights + at * W + d * C + e, p)
+
+
+@triton.jit
+def _decay_of(upto, upto_low, at, slot, LOW: tl.constexpr, C: tl.constexpr):
+    """The decay of one token: 1 in slot 0 (where no pair is yet written) and behind the chunk."""
+    now, before = tl.minimum(slot, C - 1), tl.minimum(slot - 1, C - 1)
+    high, low = _decays(upto, upto_low, at, now, LOW)
+    b_high, b_low = _decays(upto, upto_low, at, before, LOW)
+    return tl.exp(tl.minimum(high - b_high + (low - b_low), 0.0))
 
 
 @triton.jit(do_not_specialize=FIXED)
@@ -76,7 +120,7 @@ def _segment_states(
     right,
     head_right,
     first,
-    strength,
+    weights,
     upto,
     upto_low,
     weight,
@@ -133,7 +177,8 @@ def _segment_states(
         else:
             lp, lok = key_pointers(left, head_left, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
             rp, rok = value_pointers(right, head_right, rows, n, start, length, missing, h, r, H, V, W, SHIFT, MASKED)
-            w = _to_end(strength, upto, upto_low, at, e, u_end, low_end, W, LOW, C)
+            full, high, low = _written(weights, upto, upto_low, at, e, W, LOW, C)
+            w = full * tl.exp(tl.minimum(u_end - high + (low_end - low), 0.0))
         x = read(lp[:, None] + dk[None, :], lok[:, None] & (dk < K)[None, :])
         y = read(rp[:, None] + dv[None, :], rok[:, None] & (dv < V)[None, :])
         kept = tl.exp(u_end + low_end)
@@ -193,13 +238,18 @@ def _scan(
     after = tl.zeros([ROWS, BV], tl.float32)
     if PRODUCT and not SINGLE:
         after = tl.load(other_final + (n * H + h) * K * V + d, mask=inside, other=0.0)
+    # the next segment is loaded while this one is added
+    q = begin
+    if BACK:
+        q = end - 1
+    added = tl.load(state + (q * H + h) * K * V + d, mask=inside & (begin < end), other=0.0)
     for step in range(begin, end):
-        q = step
+        q, near = step, step + 1
         if BACK:
             q = begin + end - 1 - step
-        p = state + (q * H + h) * K * V + d
-        added = tl.load(p, mask=inside, other=0.0)
-        tl.store(p, S, mask=inside)
+            near = q - 1
+        more = tl.load(state + (near * H + h) * K * V + d, mask=inside & (step + 1 < end), other=0.0)
+        tl.store(state + (q * H + h) * K * V + d, S, mask=inside)
         if COLUMNS:
             kept = tl.exp(tl.load(total + (q * H + h) * V + column, mask=column < V, other=0.0))[None, :]
         else:
@@ -217,16 +267,8 @@ def _scan(
             else:
                 tl.store(product + tile, tl.sum(tl.sum(pair, 1), 0))
         S = S * kept + added
+        added = more
     tl.store(final + (n * H + h) * K * V + d, S, mask=inside)
-
-
-@triton.jit
-def _mixed(c, high, low, s_high, s_low, t, s, AFTER: tl.constexpr, LOW: tl.constexpr):
-    """c_s exp(u_t - u_s) where token t reads what s wrote, else 0; all operands broadcast to one shape."""
-    difference = high - s_high
-    if LOW:
-        difference += low - s_low
-    return tl.where(t - s >= 1 - AFTER, c * tl.exp(tl.minimum(difference, 0.0)), 0.0)
 
 
 @triton.jit(do_not_specialize=FIXED)
@@ -237,7 +279,7 @@ def _walk(
     v,
     head_v,
     first,
-    strength,
+    weights,
     upto,
     upto_low,
     state,
@@ -306,30 +348,26 @@ def _walk(
         a = read(query + row[:, None] * A + da[None, :], token[:, None] & in_a)
         x = read(xp[:, None] + da[None, :], xok[:, None] & in_a)
         y = read(vp[:, None] + db[None, :], vok[:, None] & in_b)
-        c = tl.load(strength + at + e)
-        high, low = _decays(upto, upto_low, at, e, LOW)
-        t_high, t_low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
+        full, s_high, s_low = _written(weights, upto, upto_low, at, e, W, LOW, C)
+        high, low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
         u_end = tl.load(upto + at + C - 1)
         low_end = u_end * 0.0
         if LOW:
             low_end = tl.load(upto_low + at + C - 1)
-        mix = _mixed(
-            c[None, :], t_high[:, None], t_low[:, None], high[None, :], low[None, :], e[:, None], e[None, :], AFTER, LOW
-        )
-        if W > 1:
-            ahead = e[:, None] - e[None, :]
-            mix = dot(mix.to(a.dtype), tl.where((ahead >= 0) & (ahead < W), 1.0, 0.0))
+        apart = e[:, None] - (1 - AFTER) - e[None, :]
+        mix = full[None, :] * _far(high[:, None], low[:, None], s_high[None, :], s_low[None, :], apart, W, LOW)
+        mix = _with_near(mix, weights + at * W, apart, e, False, W, C)
         scores = dot(a, tl.trans(x))
         if ONES:
             scores += tl.load(weight + at + e)[:, None]
         p = scores * mix
-        from_start = tl.exp(t_high + t_low)
+        from_start = tl.exp(high + low)
         carried = dot(a, S.to(a.dtype))
         if ONES:
             carried += tl.load(weight + at + e)[:, None] * sum_x[None, :]
         carried *= from_start[:, None]
         o = carried + dot(p.to(a.dtype), y)
-        w = _to_end(strength, upto, upto_low, at, e, u_end, low_end, W, LOW, C)
+        w = full * tl.exp(tl.minimum(u_end - s_high + (low_end - s_low), 0.0))
         kept = tl.exp(u_end + low_end)
         S = S * kept + dot(tl.trans(x), (y.to(tl.float32) * w[:, None]).to(x.dtype))
         if NORMALIZE:
@@ -355,8 +393,9 @@ def _walk_back(
     v,
     head_v,
     d_o,
+    o,
     first,
-    strength,
+    weights,
     upto,
     upto_low,
     d_state,
@@ -364,14 +403,17 @@ def _walk_back(
     weight,
     inner,
     product,
+    d_energy,
     out,
     head_out,
     overlap,
-    d_strength,
-    d_log_decay,
+    far,
+    close,
+    apart,
     docs,
     segment_doc,
     rows,
+    eps,
     T,
     NC,
     NS,
@@ -387,7 +429,9 @@ def _walk_back(
     AFTER: tl.constexpr,
     SWAP: tl.constexpr,
     ONES: tl.constexpr,
+    NORMALIZE: tl.constexpr,
     GATES: tl.constexpr,
+    ENERGY: tl.constexpr,
     LOW: tl.constexpr,
     PLAIN: tl.constexpr,
     MASKED: tl.constexpr,
@@ -395,7 +439,11 @@ def _walk_back(
 ):
     """Gradients of a segment's values (SWAP: keys), from its end; d_state is the gradient of the state after the segment.
 
-    GATES (with SWAP): also the part of the gradients of strength and log-decay that belongs to this block of key columns.
+    GATES (of values): also, for this block of value columns, the gradients of P_{j,W-1} (far), of P_jd with d < W - 1 (close,
+    `[W - 1, C]` a chunk), what every token reads times its gradient (inner), and the sum of state times gradient at the
+    chunk's end (apart); where LOW instead of the last two (inner is given then: the part read from the state) the gradient of
+    every token's log-decay that comes from far pairs and the states, pair by pair, so that nothing cancels (apart).
+    ENERGY (of keys): add what comes through the energy of the keys.
     Everything is computed transposed (pairs as rows, queries as columns) from loaded operands: no accumulator is transposed.
     """
     q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
@@ -411,10 +459,16 @@ def _walk_back(
         dS = tl.load(own + da[:, None] + db[None, :] * V, mask=(da < A)[:, None] & in_b, other=0.0)
     else:
         dS = tl.load(own + da[:, None] * V + db[None, :], mask=(da < A)[:, None] & in_b, other=0.0)
+    # z has the rows of the state: a block of them, or all where they are multiplied with keys
+    dn, count = da, A
+    if SWAP:
+        dn, count = db, B
     if ONES:
-        dz = tl.load(d_z + (q * H + h) * K + db, mask=db < B, other=0.0)
+        dz = tl.load(d_z + (q * H + h) * K + dn, mask=dn < count, other=0.0)
+    once = tl.where(part == 0, 1.0, 0.0)  # what does not belong to a block of columns
+    crossing = once * 0.0
     if GATES:
-        crossing = tl.load(product + (q * H + h) * tl.num_programs(1) + part)
+        crossing = once * tl.load(product + q * H + h)
     missing = tl.load(first + n)
     for step in range(begin, end):
         i = begin + end - 1 - step
@@ -432,68 +486,166 @@ def _walk_back(
             pair = read(xp[:, None] + da[None, :], xok[:, None] & in_a)
             ask = read(query + row[:, None] * A + da[None, :], token[:, None] & in_a)
             value = read(d_o + row[:, None] * B + db[None, :], token[:, None] & in_b)
-        c = tl.load(strength + at + e)
-        high, low = _decays(upto, upto_low, at, e, LOW)
-        t_high, t_low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
+        full, s_high, s_low = _written(weights, upto, upto_low, at, e, W, LOW, C)
+        high, low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
         u_end = tl.load(upto + at + C - 1)
         low_end = u_end * 0.0
         if LOW:
             low_end = tl.load(upto_low + at + C - 1)
-        # [s, t]: how much of what s wrote token t reads
-        seen = _mixed(
-            1.0, t_high[None, :], t_low[None, :], high[:, None], low[:, None], e[None, :], e[:, None], AFTER, LOW
-        )
-        mix = c[:, None] * seen
-        if W > 1:
-            ahead = e[None, :] - e[:, None]
-            mix = dot(tl.where((ahead >= 0) & (ahead < W), 1.0, 0.0).to(pair.dtype), mix)
+        to_end = tl.exp(tl.minimum(u_end - s_high + (low_end - s_low), 0.0))
         scores = dot(pair, tl.trans(ask))
-        if ONES:
-            scores += tl.load(weight + at + e)[None, :]
         carried = dot(pair, dS.to(pair.dtype))
-        if ONES:
+        if ONES and SWAP:
+            scores += tl.load(weight + at + e)[None, :]
             carried += dz[None, :]
-        w = _to_end(strength, upto, upto_low, at, e, u_end, low_end, W, LOW, C)
-        found = w[:, None] * carried + dot((scores * mix).to(pair.dtype), value)
+        distance = e[None, :] - (1 - AFTER) - e[:, None]
+        decay = _far(high[None, :], low[None, :], s_high[:, None], s_low[:, None], distance, W, LOW)
+        if GATES and not LOW:
+            # the gradient of P_{j,W-1} is the product of the pair with what P_{j,W-1} multiplies
+            far_scores = scores * decay
+            found = to_end[:, None] * carried + dot(far_scores.to(pair.dtype), value)
+            y = read(vp[:, None] + db[None, :], vok[:, None] & in_b).to(tl.float32)
+            d_full = tl.sum(y * found, 1)
+            if ONES:
+                d_full += once * tl.sum(far_scores * tl.load(weight + at + e)[None, :], 1)
+                d_full += once * to_end * tl.sum(pair.to(tl.float32) * dz[None, :], 1)
+            found *= full[:, None]
+            given = tl.sum(d_full * full, 0)
+            for d in tl.static_range(W - 1):
+                after = e + (d + 1 - AFTER)
+                ok = (after < C) & (after >= W - 1) & (r + (d + 1 - AFTER) < length)
+                asks = row_of(rows, start, r + (d + 1 - AFTER), ok, MASKED) * H + h
+                g = read(d_o + asks[:, None] * B + db[None, :], ok[:, None] & in_b).to(tl.float32)
+                p = tl.load(weights + at * W + d * C + e)
+                product_jd = tl.sum(tl.where(distance == d, scores, 0.0), 1)
+                near = product_jd * tl.sum(y * g, 1)
+                tl.store(close + (part * M * H * C + at) * (W - 1) + d * C + e, near)
+                given += tl.sum(p * near, 0)
+                found += (p * product_jd)[:, None] * g
+            if NORMALIZE:
+                reads = -eps * once * tl.load(weight + at + e)
+            else:
+                answer = read(o + row[:, None] * B + db[None, :], token[:, None] & in_b).to(tl.float32)
+                reads = tl.sum(answer * value.to(tl.float32), 1)
+            slot = part * M * H * C + at + e
+            tl.store(inner + slot, reads)
+            tl.store(far + slot, d_full)
+            tl.store(apart + slot, crossing + tl.zeros([C], tl.float32))
+            crossing += tl.sum(reads, 0) - given
+        else:
+            mix = _with_near(full[:, None] * decay, weights + at * W, distance, e, True, W, C)
+            found = (full * to_end)[:, None] * carried + dot((scores * mix).to(pair.dtype), value)
+        if GATES and LOW:
+            y = read(vp[:, None] + db[None, :], vok[:, None] & in_b)
+            pull = dot(y, tl.trans(value))
+            written = tl.sum(y * carried, 1)
+            if ONES:
+                pull += once * tl.load(weight + at + e)[None, :]
+                written += once * tl.sum(pair * dz[None, :], 1)
+            pull *= scores
+            for d in tl.static_range(W - 1):
+                near = tl.sum(tl.where(distance == d, pull, 0.0), 1)
+                tl.store(close + (part * M * H * C + at) * (W - 1) + d * C + e, near)
+            pull *= decay
+            written *= to_end
+            slot = part * M * H * C + at + e
+            tl.store(far + slot, tl.sum(pull, 1) + written)
+            # token r decays what earlier tokens wrote, for later ones to read
+            reads = once * tl.load(inner + at + e)
+            earlier = e[None, :] + W - 1 < e[:, None]
+            pull = dot(tl.where(earlier, 1.0, 0.0), pull * full[:, None]) + reads[None, :]
+            grad = tl.sum(tl.where(e[None, :] - e[:, None] >= 1 - AFTER, pull, 0.0), 1)
+            grad += tl.sum(tl.where(earlier, (written * full)[None, :], 0.0), 1)
+            tl.store(apart + slot, grad + crossing)
         ours = (e >= W - 1) | (i == 0)
         if SWAP:
             op, ok = key_pointers(out, head_out, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
         else:
             op, ok = value_pointers(out, head_out, rows, n, start, length, missing, h, r, H, V, W, SHIFT, MASKED)
-        tl.store(op[:, None] + db[None, :], found, mask=(ok & ours)[:, None] & in_b)
         if W > 1:
             shared = overlap + (((chunk + i) * H + h) * (W - 1) + e) * B
             tl.store(shared[:, None] + db[None, :], found, mask=(ok & (e < W - 1) & (i > 0))[:, None] & in_b)
+        if ENERGY:
+            factor = tl.zeros([C], tl.float32)
+            for w in tl.static_range(W):
+                there = (r + w >= 0) & (r + w < length)
+                factor += tl.load(d_energy + (start + r + w) * H + h, mask=there, other=0.0)
+            found += 2.0 * factor[:, None] * read(xp[:, None] + db[None, :], xok[:, None] & in_b).to(tl.float32)
+        tl.store(op[:, None] + db[None, :], found, mask=(ok & ours)[:, None] & in_b)
         kept = tl.exp(u_end + low_end)
-        from_start = tl.exp(t_high + t_low)
-        if GATES:
-            x = read(xp[:, None] + db[None, :], xok[:, None] & in_b)
-            pull = scores * dot(x, tl.trans(value))
-            written = tl.sum(x.to(tl.float32) * carried, 1)
-            if W > 1:
-                back = e[:, None] - e[None, :]
-                window = (back >= 0) & (back < W)
-                pull = dot(tl.where(window, 1.0, 0.0).to(pair.dtype), pull)
-                written = tl.sum(tl.where(window, written[None, :], 0.0), 1)
-            written *= tl.exp(tl.minimum(u_end - high + (low_end - low), 0.0))
-            pull *= seen
-            tl.store(d_strength + part * M * H * C + at + e, tl.sum(pull, 1) + written)
-            written *= c
-            reads = tl.load(inner + part * M * H * C + at + e)
-            if not LOW:
-                crossing -= tl.sum(written, 0)
-            # token r decays what earlier tokens wrote, for later ones to read
-            pull *= c[:, None]
-            pull = tl.cumsum(pull, 0) - pull + reads[None, :]
-            grad = tl.sum(tl.where(e[None, :] - e[:, None] >= 1 - AFTER, pull, 0.0), 1)
-            grad += tl.sum(tl.where(e[None, :] < e[:, None], written[None, :], 0.0), 1)
-            tl.store(d_log_decay + part * M * H * C + at + e, grad + crossing)
-            if not LOW:
-                crossing += tl.sum(reads, 0)
+        from_start = tl.exp(high + low)
         dS = dS * kept + dot(tl.trans(ask), (value.to(tl.float32) * from_start[:, None]).to(pair.dtype))
         if ONES:
             share = from_start * tl.load(weight + at + e)
-            dz = dz * kept + tl.sum(value.to(tl.float32) * share[:, None], 0)
+            if SWAP:
+                dz = dz * kept + tl.sum(value.to(tl.float32) * share[:, None], 0)
+            else:
+                dz = dz * kept + tl.sum(ask.to(tl.float32) * share[:, None], 0)
+
+
+@triton.jit
+def _gate_gradients(
+    strength,
+    upto,
+    upto_low,
+    weights,
+    inner,
+    far,
+    close,
+    apart,
+    d_strength,
+    d_log_decay,
+    size,
+    PARTS: tl.constexpr,
+    W: tl.constexpr,
+    AFTER: tl.constexpr,
+    LOW: tl.constexpr,
+    C: tl.constexpr,
+):
+    """From the gradients of P, and products of the walks, to those of strength and log-decay of every token of a chunk."""
+    at = tl.program_id(0).to(tl.int64) * C
+    e = tl.arange(0, C)
+    d_c = tl.zeros([C], tl.float32)
+    d_u = tl.zeros([C], tl.float32)
+    reads = tl.zeros([C], tl.float32)
+    for part in tl.static_range(PARTS):
+        d_u += tl.load(apart + part * size + at + e)
+        if not LOW:
+            reads += tl.load(inner + part * size + at + e)
+    if not LOW:
+        # far pairs: all reads from here on, minus all that was written from here on, plus state times gradient at the end
+        full = tl.zeros([C], tl.float32)
+        for part in tl.static_range(PARTS):
+            full += tl.load(far + part * size + at + e)
+        full *= tl.load(weights + at * W + (W - 1) * C + e)
+        for d in tl.static_range(W - 1):
+            j = e - d - (1 - AFTER)
+            own = tl.load(weights + at * W + d * C + j, mask=j >= 0, other=0.0)
+            for part in tl.static_range(PARTS):
+                near = close + (part * size + at) * (W - 1) + d * C + j
+                reads -= own * tl.load(near, mask=j >= 0, other=0.0)
+        later = e[None, :] - e[:, None]
+        d_u += tl.sum(tl.where(later >= 1 - AFTER, reads[None, :], 0.0), 1)
+        d_u -= tl.sum(tl.where(later >= 1 - W, full[None, :], 0.0), 1)
+    for back in tl.static_range(W):
+        # this token is number `back` of those that write pair j
+        j = e - back
+        grad = tl.zeros([C], tl.float32)
+        for up in tl.static_range(W - back):
+            for part in tl.static_range(PARTS):
+                if up == 0:
+                    grad += tl.load(far + part * size + at + j, mask=j >= 0, other=0.0)
+                else:
+                    near = close + (part * size + at) * (W - 1) + (W - 1 - up) * C + j
+                    grad += tl.load(near, mask=j >= 0, other=0.0)
+            if back < W - 1 - up:
+                grad *= _decay_of(upto, upto_low, at, j + W - 1 - up, LOW, C)
+        d_c += grad
+        if back > 0:
+            before = tl.load(weights + at * W + (back - 1) * C + j, mask=j >= 0, other=0.0)
+            d_u += grad * before * _decay_of(upto, upto_low, at, e, LOW, C)
+    tl.store(d_strength + at + e, d_c)
+    tl.store(d_log_decay + at + e, d_u)
 
 
 @triton.jit(do_not_specialize=["T", "NC"])
@@ -536,7 +688,7 @@ def _add_overlap(
 
 # elements of the state that a program holds, warps, pipeline stages: for 16-bit inputs, and for float32
 CUTS = {
-    "states": ((8192, 4, 2), (4096, 4, 1)),
+    "states": ((16384, 4, 1), (4096, 4, 1)),
     "values": ((8192, 4, 2), (4096, 4, 1)),
     "keys": ((8192, 4, 2), (4096, 4, 1)),
 }
@@ -553,7 +705,7 @@ def segment_length(chunks: int, heads: int, like: Tensor) -> int:
     if like.dtype == torch.float32:
         return 1
     length = 1
-    while length < 16 and chunks * heads >= 1024 * length:
+    while length < 32 and chunks * heads >= 512 * length:
         length *= 2
     return length
 
@@ -627,6 +779,18 @@ class Associative:
     def heads(self) -> int:
         return self.q.shape[2]
 
+    @functools.cached_property
+    def weights(self) -> Tensor:
+        """P, `[M, H, W, C]`: of a single pair, its strength."""
+        if self.window == 1:
+            return self.strength
+        weights = self.strength.new_empty(*self.strength.shape[:2], self.window, CHUNK)
+        _window_weights[(self.strength.shape[0] * self.heads,)](
+            self.strength, self.upto, self.upto_low, weights, W=self.window, LOW=self.q.dtype == torch.float32, C=CHUNK,
+            num_warps=1,
+        )  # fmt: skip
+        return weights
+
     def _common(self) -> dict[str, Any]:
         ranks = self.ranks
         return {
@@ -656,7 +820,7 @@ class Associative:
         state = self.q.new_empty(segments, self.heads, k_size, v_size, dtype=torch.float32)
         z = self.q.new_empty(segments, self.heads, k_size if self.ones else 0, dtype=torch.float32)
         _segment_states[(segments * self.heads, triton.cdiv(v_size, columns))](
-            left, self.head_x, right, self.head_v, self.first, self.strength, self.upto, self.upto_low, weight,
+            left, self.head_x, right, self.head_v, self.first, self.weights, self.upto, self.upto_low, weight,
             state, z, total, **self._common(), K=k_size, V=v_size, BK=block(k_size), BV=columns,
             BACK=back, ONES=self.ones and (weight is not None or not back), **launch,
         )  # fmt: skip
@@ -697,80 +861,106 @@ class Associative:
         inner_size, size = (v_size, k_size) if swap else (k_size, v_size)
         columns, launch = cut("keys" if swap else "values", inner_size, size, self.k)
         _walk[(self.ranks.segments * self.heads, triton.cdiv(size, columns))](
-            query, self.k, self.head_x, self.v, self.head_v, self.first, self.strength, self.upto, self.upto_low,
+            query, self.k, self.head_x, self.v, self.head_v, self.first, self.weights, self.upto, self.upto_low,
             states, z, weight, out, against, inner, seen, **self._common(), eps=self.eps, M=self.ranks.chunks,
             K=k_size, V=v_size, BA=block(inner_size), BB=columns, SWAP=swap,
             ONES=weight is not None, NORMALIZE=self.normalize and not swap, INNER=inner is not None, **launch,
         )  # fmt: skip
 
     def backward(
-        self, d_o: Tensor, o: Tensor, d_S: Tensor, d_z: Tensor, S_end: Tensor, z_end: Tensor, kept: Kept, gates: bool
+        self,
+        d_o: Tensor,
+        o: Tensor,
+        d_S: Tensor,
+        d_z: Tensor,
+        S_end: Tensor,
+        z_end: Tensor,
+        kept: Kept,
+        through_gates: Callable[[Tensor, Tensor], Tensor | None] | None,
     ) -> tuple[Tensor, ...]:
-        """Gradients of q, k, v, head_x, head_v, S, z, and (with `gates`) of strength and log-decay, `[M, H, C]`."""
-        ranks, heads, k_size = self.ranks, self.heads, self.k.shape[3]
-        columns, _ = cut("keys", self.v.shape[3], k_size, self.k)
-        d_o = d_o.contiguous()
-        weight = None
+        """Gradients of q, k, v, head_x, head_v, S and z.
+
+        Args:
+            through_gates: gets the gradients of strength and log-decay, `[M, H, C]`, and may return that of the energies of keys,
+                `[B * T, H]` by first row plus rank, to be added to that of the keys. None: nobody wants them.
+        """
+        ranks, heads, k_size, v_size = self.ranks, self.heads, self.k.shape[3], self.v.shape[3]
+        d_o, weight = d_o.contiguous(), None
         if self.normalize:
             weight = into_chunks(-(d_o.float() * o.float()).sum(-1) / kept.seen, ranks)
             d_o = (d_o.float() / kept.seen[..., None]).to(d_o.dtype)
-        wide, total = self.q.dtype == torch.float32, torch.empty_like(kept.total)
+        wide, gates, total = self.q.dtype == torch.float32, through_gates is not None, torch.empty_like(kept.total)
         make = torch.empty_like if ranks.rows is None else torch.zeros_like
         d_q = make(self.q)
         d_k, d_v = (make(x) if ranks.docs is None else torch.zeros_like(x) for x in (self.k, self.v))
-        if self.shift and ranks.docs is None:  # the last key and the first value may belong to no pair
-            d_k[:, -1], d_v[:, 0] = 0, 0
+        if self.shift and ranks.docs is None:  # the last key belongs to no pair
+            d_k[:, -1] = 0
+            if self.window > 1:  # nor does the first value without a key before it
+                d_v[:, 0] = 0
         d_head_x, d_head_v = torch.zeros_like(self.head_x), torch.zeros_like(self.head_v)
-        parts = triton.cdiv(k_size, columns)
-        in_chunks = (parts, ranks.chunks, heads, CHUNK)
-        inner, d_strength, d_log_decay = (
-            self.q.new_zeros(in_chunks if gates else (0,), dtype=torch.float32) for _ in range(3)
+        parts, of_keys = (
+            triton.cdiv(size, cut(kind, other, size, self.k)[0])
+            for kind, size, other in (("values", v_size, k_size), ("keys", k_size, v_size))
         )
+        size = (parts, ranks.chunks, heads, CHUNK) if gates else (0,)
+        inner = self.q.new_empty((of_keys, *size[1:]) if wide and gates else size, dtype=torch.float32)
+        far, apart = (self.q.new_empty(size, dtype=torch.float32) for _ in range(2))
+        close = self.q.new_empty((*size[:-1], self.window - 1, size[-1]), dtype=torch.float32)
+        d_energy = None
         with on_device(self.q):
             d_states, d_z_states = self._states(self.q, d_o, total, weight, True)
             d_S, product = scan(d_states, kept.total, d_S, self.ranks, kept.states, S_end, wide)
+            product = product.sum(-1)
             if self.ones:
                 d_z, more = scan(d_z_states, kept.total, d_z, self.ranks, kept.z, z_end, wide)
-                product = product + more
-            if gates:  # [Q, H, K / 16] to blocks of columns
-                tiles = columns // 16
-                product = torch.nn.functional.pad(product, (0, parts * tiles - product.shape[2]))
-                product = product.view(*product.shape[:2], parts, tiles).sum(-1)
+                product = product + more.sum(-1)
+            reads = wide and gates
             self._walk(
-                d_o, kept.states, kept.z, weight, d_q, self.q if gates else None, inner if gates else None, None, True
+                d_o, kept.states, kept.z, weight, d_q, self.q if reads else None, inner if reads else None, None, True
             )
-            for swap in (False, True):
-                self._walk_back(
-                    d_o, d_states, d_z_states if self.ones and swap else None, weight if swap else None, inner, product,
-                    (d_k, d_head_x) if swap else (d_v, d_head_v), d_strength, d_log_decay, gates and swap, swap,
+            if reads:
+                inner = inner.sum(0)
+            outs = (inner, far, close, apart) if gates else None
+            d_z_of_values = d_z_states if gates and self.ones else None
+            self._walk_back(d_o, o, d_states, d_z_of_values, weight, product, (d_v, d_head_v), outs, None, False)
+            if through_gates is not None:
+                d_strength, d_log_decay = (self.q.new_empty(size[1:], dtype=torch.float32) for _ in range(2))
+                _gate_gradients[(ranks.chunks * heads,)](
+                    self.strength, self.upto, self.upto_low, self.weights, inner, far, close, apart, d_strength, d_log_decay,
+                    size=ranks.chunks * heads * CHUNK, PARTS=parts, W=self.window, AFTER=int(self.after), LOW=wide, C=CHUNK,
+                    num_warps=1,
                 )  # fmt: skip
-        return d_q, d_k, d_v, d_head_x, d_head_v, d_S, d_z, d_strength.sum(0), d_log_decay.sum(0)
+                d_energy = through_gates(d_strength, d_log_decay)
+            d_z_of_keys = d_z_states if self.ones else None
+            self._walk_back(d_o, o, d_states, d_z_of_keys, weight, None, (d_k, d_head_x), None, d_energy, True)
+        return d_q, d_k, d_v, d_head_x, d_head_v, d_S, d_z
 
     def _walk_back(
         self,
         d_o: Tensor,
+        o: Tensor,
         d_states: Tensor,
         d_z: Tensor | None,
         weight: Tensor | None,
-        inner: Tensor,
         product: Tensor | None,
         outs: tuple[Tensor, Tensor],
-        d_strength: Tensor,
-        d_log_decay: Tensor,
-        gates: bool,
+        gates: tuple[Tensor, ...] | None,
+        d_energy: Tensor | None,
         swap: bool,
     ) -> None:
+        """Into `outs`, gradients of values (swap: keys) and of those in the head; into `gates`: inner, far, close, apart."""
         ranks, k_size, v_size = self.ranks, self.k.shape[3], self.v.shape[3]
         inner_size, size = (v_size, k_size) if swap else (k_size, v_size)
         columns, launch = cut("keys" if swap else "values", inner_size, size, self.k)
         overlap = self.q.new_empty(ranks.chunks, self.heads, self.window - 1, size, dtype=torch.float32)
         if d_z is not None and weight is None:
             weight = self.q.new_zeros(ranks.chunks, self.heads, CHUNK, dtype=torch.float32)
+        inner, far, close, apart = gates or (None,) * 4
         _walk_back[(ranks.segments * self.heads, triton.cdiv(size, columns))](
-            self.q, self.k, self.head_x, self.v, self.head_v, d_o, self.first, self.strength, self.upto, self.upto_low,
-            d_states, d_z, weight, inner, product, *outs, overlap, d_strength, d_log_decay, **self._common(),
-            M=ranks.chunks, K=k_size, V=v_size, BA=block(inner_size), BB=columns, SWAP=swap,
-            ONES=d_z is not None, GATES=gates, **launch,
+            self.q, self.k, self.head_x, self.v, self.head_v, d_o, o, self.first, self.weights, self.upto, self.upto_low,
+            d_states, d_z, weight, inner, product, d_energy, *outs, overlap, far, close, apart, **self._common(),
+            eps=self.eps, M=ranks.chunks, K=k_size, V=v_size, BA=block(inner_size), BB=columns, SWAP=swap,
+            ONES=d_z is not None, NORMALIZE=self.normalize, GATES=gates is not None, ENERGY=d_energy is not None, **launch,
         )  # fmt: skip
         if self.window > 1:
             _add_overlap[(ranks.chunks * self.heads,)](

@@ -57,10 +57,7 @@ def _taps(
 def _inverse_norm(y, eps, F: tl.constexpr, NORM: tl.constexpr):
     """What rows `[C, F]` are multiplied with, `[C, 1]`."""
     squares = tl.sum(y * y, 1)
-    if NORM == 1:
-        inverse = 1.0 / tl.sqrt(squares / F + eps)
-    else:
-        inverse = 1.0 / tl.maximum(tl.sqrt(squares), eps)
+    inverse = 1.0 / tl.sqrt(squares / F + eps) if NORM == 1 else 1.0 / tl.maximum(tl.sqrt(squares), eps)
     return inverse[:, None]
 
 
@@ -282,10 +279,7 @@ def _step_kernel(
     out = tl.where(alive, total * tl.sigmoid(total), 0.0)
     if NORM:
         square = tl.sum(out * out, 0)
-        if NORM == 1:
-            out = out / tl.sqrt(square / F + eps)
-        else:
-            out = out / tl.maximum(tl.sqrt(square), eps)
+        out = out / tl.sqrt(square / F + eps) if NORM == 1 else out / tl.maximum(tl.sqrt(square), eps)
     tl.store(y + n * D + column, out.to(y.dtype.element_ty), mask=inside)
 
 

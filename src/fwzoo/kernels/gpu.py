@@ -163,10 +163,12 @@ def value_pointers(
     SHIFT: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The same for the value. `first` is 1 where the document's first token has no pair."""
+    """The same for the value. `first` is 1 where the document's first token has no pair: with a window, its slot is one of
+    the head's. (Without one it has the token's own value, which nothing writes.)
+    """
     row = row_of(rows, start, r, (r >= 0) & (r < length), MASKED)
     pointers = v + (row * H + h) * V
-    if SHIFT + W > 1:
+    if W > 1:
         head = head_v + ((n * H + h) * W + r + (W - 1)) * V
         pointers = tl.where(r >= first, pointers, head)
     return pointers, (r < length) & (r > -W)

@@ -62,7 +62,7 @@ class Ranks:
         if self.docs is None:
             if self.tokens < back:
                 return torch.zeros_like(flat[: self.documents]), there
-            return x[:, self.tokens - back], there
+            return x[:, self.tokens - back].clone(), there  # not a view: a state does not keep the call's keys
         at = (self.docs[:-1, 0] + lengths - back).clamp(0, flat.shape[0] - 1)
         row = at if self.rows is None else self.rows[at]
         return torch.where(there.view(-1, *[1] * (x.ndim - 2)), flat[row], 0), there

@@ -93,8 +93,6 @@ def falcon(
     if contract.debugging():
         _check_values(q, k, v, beta, ridge, mask, options)
     limit = f"window is {window}, and the Triton kernels take up to 8" if options.window > 8 else None
-    if options.rule.regression:
-        limit = f"rule {rule!r} has no Triton kernel yet"
     run = FALCON.resolve(level, q.shape[1], (q, k, v), limit)
     return run(q, k, v, beta, ridge, options, state, mask, bounds)
 

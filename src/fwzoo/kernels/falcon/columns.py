@@ -4,7 +4,7 @@ Within a chunk, with log-decay prefix u_tv of column v and b_jv = eta_jv v_jv,
 
     o_tv = exp(u_tv) (S_0^T q_t)_v + sum_{j <= t} (q_t . x_j) exp(u_tv - u_jv) b_jv
 
-by halving: on every level the right half of a block reads the left half, both rescaled to the border between them by factors
+by halving: on every level the right half (2^level rows) of a block reads the left half, both rescaled to the border between them by factors
 F <= 1, so the work is one matrix product F * ((q x^T, masked) @ (F * b)) a level and no [C, C, V] tensor exists. Segments,
 states and the two directions are those of `associative.py`. A program holds a block of value columns.
 """
@@ -20,74 +20,59 @@ import triton.language as tl
 from torch import Tensor
 
 from ..associative import CUTS, FIXED, _segment, cut, scan
-from ..gpu import block, dot, key_pointers, on_device, read, row_of, value_pointers
+from ..gpu import block, dot, key_pointers, of_chunk, on_device, read, row_of, value_pointers
 from ..ranks import CHUNK, Ranks
 from .rules import Options
 
 CUTS.update(
     {
         "column states": ((8192, 4, 2), (4096, 4, 1)),
-        "column values": ((8192, 8, 2), (4096, 4, 1)),
-        "column keys": ((8192, 8, 1), (4096, 4, 1)),
+        "column values": ((8192, 4, 1), (4096, 4, 1)),
+        "column scores": ((8192, 8, 1), (2048, 4, 1)),
+        "column keys": ((8192, 8, 2), (4096, 4, 1)),
     }
 )
 
 
 @triton.jit
-def _columns(
-    beta,
-    strength,
-    upto,
-    upto_low,
-    row,
-    token,
-    at,
-    dv,
-    decay_floor,
-    V: tl.constexpr,
-    DIVIDE: tl.constexpr,
-    C: tl.constexpr,
-):
-    """Gain, step, unclamped and clamped decay of every token and column, `[C, BV]`, and the chunk's row factors."""
+def _gains(beta, row, token, dv, V: tl.constexpr):
+    """Gain of every token and column, `[C, BV]`."""
+    return read(beta + row[:, None] * V + dv[None, :], token[:, None] & (dv < V)[None, :]).to(tl.float32)
+
+
+@triton.jit
+def _unclamped(gain, upto, upto_low, at, DIVIDE: tl.constexpr, C: tl.constexpr):
+    """Decay of every token and column before it is held above the floor."""
     e = tl.arange(0, C)
-    inverse = tl.load(strength + at + e)[:, None]
-    kept, pull = tl.load(upto + at + e)[:, None], tl.load(upto_low + at + e)[:, None]
-    gain = read(beta + row[:, None] * V + dv[None, :], token[:, None] & (dv < V)[None, :]).to(tl.float32)
+    pull = tl.load(upto_low + at + e)[:, None]
     if DIVIDE:
-        raw = kept + (1.0 - gain) * pull
+        raw = tl.load(upto + at + e)[:, None] + (1.0 - gain) * pull
     else:
         raw = 1.0 - gain * pull
-    return gain, gain * inverse, raw, tl.maximum(raw, decay_floor), inverse, pull
+    return raw
 
 
 @triton.jit
-def _sums(log_decay, LOW: tl.constexpr):
-    """Prefix sums over the chunk, in float64 where float32 results are wanted to the last digits."""
-    if LOW:
-        log_decay = log_decay.to(tl.float64)
-    return tl.cumsum(log_decay, 0)
+def _decay_over(chosen, log_decay):
+    """exp of the sums of log-decays `[C, BV]` over chosen rows `[C, C]`: sums, never differences of sums."""
+    return tl.exp(tl.minimum(dot(tl.where(chosen, 1.0, 0.0).to(log_decay.dtype), log_decay), 0.0))
 
 
 @triton.jit
-def _last(u, C: tl.constexpr):
-    """Last row of `[C, BV]`."""
-    return tl.sum(tl.where(tl.arange(0, C)[:, None] == C - 1, u, 0.0), 0)
+def _between(row, other, level, AFTER: tl.constexpr):
+    """Whether the decay of row `other` lies between row `row` and the border of its block.
+
+    A right row reads what has decayed after the border up to itself (or to the row before), a left row is decayed after itself
+    up to the border, the last row of its half.
+    """
+    half = row >> level
+    return (half == other >> level) & tl.where(half & 1 == 1, row - other >= 1 - AFTER, other > row)
 
 
 @triton.jit
-def _to_border(u, read_u, HALF: tl.constexpr, C: tl.constexpr, BV: tl.constexpr):
-    """F of one level: decay between each row and the border of its block."""
-    e = tl.arange(0, C)[:, None] + tl.zeros([C, BV], tl.int32)
-    border = tl.gather(u, (e // (2 * HALF)) * (2 * HALF) + HALF - 1, 0)
-    difference = tl.where((e // HALF) % 2 == 1, read_u - border, border - u).to(tl.float32)
-    return tl.exp(tl.minimum(difference, 0.0))
-
-
-@triton.jit
-def _crosses(later, earlier, HALF: tl.constexpr):
+def _crosses(later, earlier, level):
     """Whether row `later` is in the right half and row `earlier` in the left half of one block."""
-    both = later ^ earlier
-    return (later > earlier) & (both >= HALF) & (both < 2 * HALF)
+    return (later > earlier) & ((later ^ earlier) >> level == 1)
 
 
 @triton.jit(do_not_specialize=FIXED)
@@ -120,7 +105,6 @@ def _column_states(
     AFTER: tl.constexpr,
     DIVIDE: tl.constexpr,
     BACK: tl.constexpr,
-    LOW: tl.constexpr,
     PLAIN: tl.constexpr,
     MASKED: tl.constexpr,
     C: tl.constexpr,
@@ -141,32 +125,29 @@ def _column_states(
         at = ((chunk + i) * H + h) * C
         token = r < length
         row = row_of(rows, start, r, token, MASKED) * H + h
-        gain, eta, raw, gamma, inverse, pull = _columns(
-            beta, strength, upto, upto_low, row, token, at, dv, decay_floor, V, DIVIDE, C
-        )
-        log_decay = tl.log(gamma)
-        u = _sums(log_decay, LOW)
-        u_end = tl.sum(log_decay.to(u.dtype), 0)
+        gain = _gains(beta, row, token, dv, V)
+        eta = gain * tl.load(strength + at + e)[:, None]
+        log_decay = tl.log(tl.maximum(_unclamped(gain, upto, upto_low, at, DIVIDE, C), decay_floor))
+        u_end = tl.sum(log_decay, 0)
         if BACK:
-            w = u
-            if not AFTER:
-                w = u - log_decay
-            w = tl.exp(w.to(tl.float32))
             lp, rp, lok, rok = left + row * K, right + row * V, token, token
         else:
-            w = eta * tl.exp(tl.minimum((u_end[None, :] - u).to(tl.float32), 0.0))
             lp, lok = key_pointers(left, head_x, rows, n, start, length, h, r, H, K, 1, SHIFT, MASKED)
             rp, rok = value_pointers(right, head_v, rows, n, start, length, missing, h, r, H, V, 1, SHIFT, MASKED)
         x = read(lp[:, None] + dk[None, :], lok[:, None] & (dk < K)[None, :])
         y = read(rp[:, None] + dv[None, :], rok[:, None] & (dv < V)[None, :])
-        S = S * tl.exp(u_end.to(tl.float32))[None, :] + dot(tl.trans(x), (y.to(tl.float32) * w).to(x.dtype))
-        sum_u += u_end.to(tl.float32)
+        if BACK:
+            w = _decay_over(e[:, None] - e[None, :] >= 1 - AFTER, log_decay.to(x.dtype))
+        else:
+            w = eta * _decay_over(e[None, :] > e[:, None], log_decay.to(x.dtype))
+        S = S * tl.exp(u_end)[None, :] + dot(tl.trans(x), (y.to(tl.float32) * w).to(x.dtype))
+        sum_u += u_end
     own = state + ((q * H + h) * K + dk)[:, None] * V + dv[None, :]
     tl.store(own, S, mask=(dk < K)[:, None] & (dv < V)[None, :])
     tl.store(total + (q * H + h) * V + dv, sum_u, mask=dv < V)
 
 
-@triton.jit(do_not_specialize=FIXED)
+@triton.jit(do_not_specialize=[*FIXED, "NIL"])
 def _column_values(
     query,
     k,
@@ -197,6 +178,7 @@ def _column_values(
     NS,
     SEG,
     M,
+    NIL,
     H,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -215,7 +197,7 @@ def _column_values(
     """Outputs of a segment from the state before it. BACK, from its end: gradients of values and gains.
 
     BACK: `state` is the gradient after the segment; `before` the state before it (a segment is one chunk where LOW needs it);
-    `product` the sum over rows of state times gradient at its end.
+    `product` the sum over rows of state times gradient at its end. NIL is 0, unknown to the compiler.
     """
     q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     n, start, length, chunk, begin, end = _segment(q, docs, segment_doc, T, NC, NS, SEG, PLAIN, C)
@@ -237,88 +219,140 @@ def _column_values(
         at = ((chunk + i) * H + h) * C
         token = r < length
         row = row_of(rows, start, r, token, MASKED) * H + h
-        gain, eta, raw, gamma, inverse, pull = _columns(
-            beta, strength, upto, upto_low, row, token, at, dv, decay_floor, V, DIVIDE, C
-        )
-        log_decay = tl.log(gamma)
-        u = _sums(log_decay, LOW)
-        u_end = tl.sum(log_decay.to(u.dtype), 0)
-        read_u = u
-        if not AFTER:
-            read_u = u - log_decay
-        from_start = tl.exp(read_u.to(tl.float32))
-        to_end = tl.exp(tl.minimum((u_end[None, :] - u).to(tl.float32), 0.0))
+        gain = _gains(beta, row, token, dv, V)
+        eta = gain * tl.load(strength + at + e)[:, None]
+        log_decay = tl.log(tl.maximum(_unclamped(gain, upto, upto_low, at, DIVIDE, C), decay_floor))
+        u_end = tl.sum(log_decay, 0)
         xp, xok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, 1, SHIFT, MASKED)
         vp, vok = value_pointers(v, head_v, rows, n, start, length, missing, h, r, H, V, 1, SHIFT, MASKED)
         a = read(query + row[:, None] * K + dk[None, :], token[:, None] & in_k)
         x = read(xp[:, None] + dk[None, :], xok[:, None] & in_k)
-        y = read(vp[:, None] + dv[None, :], vok[:, None] & in_v).to(tl.float32)
-        b = y * eta
+        log_decay = log_decay.to(a.dtype)
+        kept = tl.exp(u_end)[None, :]
+        from_start = _decay_over(e[:, None] - e[None, :] >= 1 - AFTER, log_decay)
+        to_end = _decay_over(e[None, :] > e[:, None], log_decay)
         if BACK:
-            g = read(d_o + row[:, None] * V + dv[None, :], token[:, None] & in_v).to(tl.float32)
+            given = read(d_o + row[:, None] * V + dv[None, :], token[:, None] & in_v)
             scores = dot(x, tl.trans(a))  # [j, t]
-            carried = dot(x, S.to(x.dtype)) * to_end
-            given = g
+            found = dot(x, S.to(x.dtype)) * to_end
+            if LOW:
+                # log-decay s lies between what is written before s and read from s on: add exactly those pairs
+                y = read(vp[:, None] + dv[None, :], vok[:, None] & in_v)
+                S_before = tl.load(before + own, mask=(dk < K)[:, None] & in_v, other=0.0)
+                reads = dot(a, S_before) * from_start * given
+                d_log_decay = tl.cumsum(reads, 0, reverse=True)
+                if not AFTER:
+                    d_log_decay -= reads
+                d_log_decay += tl.cumsum(found * y * eta, 0) - found * y * eta
+                d_log_decay += tl.sum(S_before * S, 0)[None, :] * kept
+                forward_scores = dot(a, tl.trans(x))
+            S = S * kept + dot(tl.trans(a), (given.to(tl.float32) * from_start).to(a.dtype))
         else:
+            b = read(vp[:, None] + dv[None, :], vok[:, None] & in_v).to(tl.float32) * eta
             scores = dot(a, tl.trans(x))  # [t, j]
-            carried = dot(a, S.to(a.dtype)) * from_start
-            given = b
-        found = carried
+            found = dot(a, S.to(a.dtype)) * from_start
+            S = S * kept + dot(tl.trans(x), (b * to_end).to(a.dtype))
+            given = b.to(a.dtype)
         if AFTER:
             found += tl.sum(tl.where(e[:, None] == e[None, :], scores, 0.0), 1)[:, None] * given
-        if BACK and LOW:
-            # log-decay s lies between what is written before s and read from s on: add exactly those pairs
-            S_before = tl.load(before + own, mask=(dk < K)[:, None] & in_v, other=0.0)
-            reads = dot(a, S_before) * from_start * g
-            if AFTER:
-                d_log_decay = tl.cumsum(reads, 0, reverse=True)
-            else:
-                d_log_decay = tl.cumsum(reads, 0, reverse=True) - reads
-            d_log_decay += tl.cumsum(carried * b, 0) - carried * b
-            d_log_decay += (tl.sum(S_before * S, 0) * tl.exp(u_end.to(tl.float32)))[None, :]
-            forward_scores = dot(a, tl.trans(x))
-        for level in tl.static_range(LEVELS):
-            F = _to_border(u, read_u, 1 << level, C, BV)
+        scores = scores.to(a.dtype)
+        for level in range(LEVELS):
+            F = _decay_over(_between(e[:, None], e[None, :], level, AFTER), log_decay)
             if BACK:
-                crossed = tl.where(_crosses(e[None, :], e[:, None], 1 << level), scores, 0.0)
+                crossed = tl.where(_crosses(e[None, :], e[:, None], level), scores, 0.0)
             else:
-                crossed = tl.where(_crosses(e[:, None], e[None, :], 1 << level), scores, 0.0)
+                crossed = tl.where(_crosses(e[:, None], e[None, :], level), scores, 0.0)
             more = F * dot(crossed.to(a.dtype), F * given)
             found += more
             if BACK and LOW:
-                crossed = tl.where(_crosses(e[:, None], e[None, :], 1 << level), forward_scores, 0.0)
-                pairs = more * b + F * dot(crossed, F * b) * g
-                # a right row decays after the border up to itself (or the row before), a left row after itself up to the border
-                s, t = e[:, None], e[None, :]
-                same, right = s // (1 << level) == t // (1 << level), (t // (1 << level)) % 2 == 1
-                between = same & tl.where(right, t - s >= 1 - AFTER, s > t)
-                # the border row itself belongs to the left half, and is decayed for every row left of it
+                crossed = tl.where(_crosses(e[:, None], e[None, :], level), forward_scores, 0.0)
+                pairs = more * y * eta + F * dot(crossed, F * y * eta) * given
+                between = _between(e[None, :], e[:, None], level, AFTER)
                 d_log_decay += dot(tl.where(between, 1.0, 0.0), pairs)
         if BACK:
+            # loaded again: nothing of it is held in registers over the levels
+            gain = _gains(beta + NIL * i, row, token, dv, V)
+            inverse = tl.load(strength + at + e)[:, None]
+            raw = _unclamped(gain, upto, upto_low, at, DIVIDE, C)
+            eta = gain * inverse
+            y = read(vp[:, None] + (dv + NIL * i)[None, :], vok[:, None] & in_v).to(tl.float32)
             op, ok = value_pointers(out, head_out, rows, n, start, length, missing, h, r, H, V, 1, SHIFT, MASKED)
             tl.store(op[:, None] + dv[None, :], found * eta, mask=ok[:, None] & in_v)
             if not LOW:
-                answer = read(o + row[:, None] * V + dv[None, :], token[:, None] & in_v).to(tl.float32) * g
-                rest = answer - found * b
+                answer = read(o + row[:, None] * V + dv[None, :], token[:, None] & in_v).to(tl.float32) * given
+                rest = answer - found * y * eta
                 d_log_decay = tl.cumsum(rest, 0, reverse=True) + crossing[None, :]
                 if not AFTER:
                     d_log_decay -= answer
                 crossing += tl.sum(rest, 0)
             d_eta = found * y
-            d_gamma = tl.where(raw >= decay_floor, d_log_decay / gamma, 0.0)
-            d_gain = d_eta * inverse - d_gamma * pull
+            d_gamma = tl.where(raw >= decay_floor, d_log_decay / tl.maximum(raw, decay_floor), 0.0)
+            d_gain = d_eta * inverse - d_gamma * tl.load(upto_low + at + e)[:, None]
             tl.store(d_beta + row[:, None] * V + dv[None, :], d_gain, mask=token[:, None] & in_v)
             tl.store(d_strength + part * M * H * C + at + e, tl.sum(gain * d_eta, 1))
             tl.store(d_decay + part * M * H * C + at + e, tl.sum(gain * d_gamma, 1))
-            kept = tl.exp(u_end.to(tl.float32))[None, :]
-            S = S * kept + dot(tl.trans(a), (g * from_start).to(a.dtype))
         else:
             tl.store(out + row[:, None] * V + dv[None, :], found, mask=token[:, None] & in_v)
-            kept = tl.exp(u_end.to(tl.float32))[None, :]
-            S = S * kept + dot(tl.trans(x), (b * to_end).to(a.dtype))
 
 
-@triton.jit(do_not_specialize=[*FIXED, "STEP", "HEAD_STEP"])
+@triton.jit(do_not_specialize=["T", "NC"])
+def _column_scores(
+    v,
+    head_v,
+    beta,
+    d_o,
+    first,
+    strength,
+    upto,
+    upto_low,
+    scores,
+    docs,
+    chunk_doc,
+    rows,
+    decay_floor,
+    T,
+    NC,
+    H,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    LEVELS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    AFTER: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    PLAIN: tl.constexpr,
+    MASKED: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Gradient of q_t . x_j within every chunk, `[M, H, C, C]`: sum over columns of d_o_t exp(u_t - u_j) b_j."""
+    c, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
+    e = tl.arange(0, C)
+    r = i * C + e
+    at = (c * H + h) * C
+    token = r < length
+    row = row_of(rows, start, r, token, MASKED) * H + h
+    vp, vok = value_pointers(v, head_v, rows, n, start, length, tl.load(first + n), h, r, H, V, 1, SHIFT, MASKED)
+    inverse = tl.load(strength + at + e)[:, None]
+    found = tl.zeros([C, C], tl.float32)
+    for begin in range(0, V, BV):
+        dv = begin + tl.arange(0, BV)
+        in_v = (dv < V)[None, :]
+        gain = _gains(beta, row, token, dv, V)
+        y = read(vp[:, None] + dv[None, :], vok[:, None] & in_v)
+        g = read(d_o + row[:, None] * V + dv[None, :], token[:, None] & in_v)
+        b = (y.to(tl.float32) * gain * inverse).to(y.dtype)
+        log_decay = tl.log(tl.maximum(_unclamped(gain, upto, upto_low, at, DIVIDE, C), decay_floor)).to(y.dtype)
+        if AFTER:
+            same = tl.sum(g.to(tl.float32) * b.to(tl.float32), 1)
+            found += tl.where(e[:, None] == e[None, :], same[:, None], 0.0)
+        for level in range(LEVELS):
+            F = _decay_over(_between(e[:, None], e[None, :], level, AFTER), log_decay)
+            more = dot((F * g).to(y.dtype), tl.trans((F * b).to(y.dtype)))
+            found += tl.where(_crosses(e[:, None], e[None, :], level), more, 0.0)
+    tl.store(scores + (at + e)[:, None] * C + e[None, :], found)
+
+
+@triton.jit(do_not_specialize=FIXED)
 def _column_keys(
     query,
     k,
@@ -331,6 +365,7 @@ def _column_keys(
     strength,
     upto,
     upto_low,
+    scores,
     state,
     out,
     head_out,
@@ -342,32 +377,27 @@ def _column_keys(
     NC,
     NS,
     SEG,
-    STEP,
-    HEAD_STEP,
     H,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    LEVELS: tl.constexpr,
     SHIFT: tl.constexpr,
     AFTER: tl.constexpr,
     DIVIDE: tl.constexpr,
     BACK: tl.constexpr,
-    LOW: tl.constexpr,
     PLAIN: tl.constexpr,
     MASKED: tl.constexpr,
     C: tl.constexpr,
 ):
     """Gradient of the queries from the states before segments. BACK: of the keys, from the gradients of the states after them.
 
-    The state is held transposed, `[BV, BK]`. Every block of columns has its own result, STEP (HEAD_STEP) elements after the last.
+    A program holds a block of key columns, and the state transposed, `[BV, BK]`. scores: of `_column_scores`.
     """
     q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     n, start, length, chunk, begin, end = _segment(q, docs, segment_doc, T, NC, NS, SEG, PLAIN, C)
-    part = tl.program_id(1).to(tl.int64)
-    e, dk = tl.arange(0, C), tl.arange(0, BK)
-    dv = tl.program_id(1) * BV + tl.arange(0, BV)
+    e, dv = tl.arange(0, C), tl.arange(0, BV)
+    dk = tl.program_id(1) * BK + tl.arange(0, BK)
     in_k, in_v = (dk < K)[None, :], (dv < V)[None, :]
     own = (q * H + h) * K * V + dv[:, None] + dk[None, :] * V
     S = tl.load(state + own, mask=(dv < V)[:, None] & in_k, other=0.0)
@@ -380,46 +410,29 @@ def _column_keys(
         at = ((chunk + i) * H + h) * C
         token = r < length
         row = row_of(rows, start, r, token, MASKED) * H + h
-        gain, eta, raw, gamma, inverse, pull = _columns(
-            beta, strength, upto, upto_low, row, token, at, dv, decay_floor, V, DIVIDE, C
-        )
-        log_decay = tl.log(gamma)
-        u = _sums(log_decay, LOW)
-        u_end = tl.sum(log_decay.to(u.dtype), 0)
-        read_u = u
-        if not AFTER:
-            read_u = u - log_decay
+        gain = _gains(beta, row, token, dv, V)
+        eta = gain * tl.load(strength + at + e)[:, None]
+        log_decay = tl.log(tl.maximum(_unclamped(gain, upto, upto_low, at, DIVIDE, C), decay_floor))
+        kept = tl.exp(tl.sum(log_decay, 0))[:, None]
         xp, xok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, 1, SHIFT, MASKED)
         vp, vok = value_pointers(v, head_v, rows, n, start, length, missing, h, r, H, V, 1, SHIFT, MASKED)
         y = read(vp[:, None] + dv[None, :], vok[:, None] & in_v)
-        dtype = y.dtype
-        b = y.to(tl.float32) * eta
-        g = read(d_o + row[:, None] * V + dv[None, :], token[:, None] & in_v).to(tl.float32)
-        g_start = (g * tl.exp(read_u.to(tl.float32))).to(dtype)
-        b_end = (b * tl.exp(tl.minimum((u_end[None, :] - u).to(tl.float32), 0.0))).to(dtype)
-        scores = tl.zeros([C, C], tl.float32)
-        for level in tl.static_range(LEVELS):
-            F = _to_border(u, read_u, 1 << level, C, BV)
-            left, right = (F * g).to(dtype), (F * b).to(dtype)
-            if BACK:
-                scores += tl.where(_crosses(e[None, :], e[:, None], 1 << level), dot(right, tl.trans(left)), 0.0)
-            else:
-                scores += tl.where(_crosses(e[:, None], e[None, :], 1 << level), dot(left, tl.trans(right)), 0.0)
-        if AFTER:
-            scores += tl.where(e[:, None] == e[None, :], tl.sum(g * b, 1)[:, None], 0.0)
-        kept = tl.exp(u_end.to(tl.float32))[:, None]
+        g = read(d_o + row[:, None] * V + dv[None, :], token[:, None] & in_v)
+        log_decay = log_decay.to(y.dtype)
+        g_start = (g * _decay_over(e[:, None] - e[None, :] >= 1 - AFTER, log_decay)).to(y.dtype)
+        b_end = (y.to(tl.float32) * eta * _decay_over(e[None, :] > e[:, None], log_decay)).to(y.dtype)
         if BACK:
             z = read(query + row[:, None] * K + dk[None, :], token[:, None] & in_k)
-            found = dot(b_end, S.to(dtype)) + dot(scores.to(dtype), z)
+            weight = read(scores + at * C + e[:, None] + e[None, :] * C, e[:, None] >= 0)
+            found = dot(b_end, S.to(y.dtype)) + dot(weight, z)
             S = S * kept + dot(tl.trans(g_start), z)
-            op, ok = key_pointers(
-                out + part * STEP, head_out + part * HEAD_STEP, rows, n, start, length, h, r, H, K, 1, SHIFT, MASKED
-            )
+            op, ok = key_pointers(out, head_out, rows, n, start, length, h, r, H, K, 1, SHIFT, MASKED)
         else:
             z = read(xp[:, None] + dk[None, :], xok[:, None] & in_k)
-            found = dot(g_start, S.to(dtype)) + dot(scores.to(dtype), z)
+            weight = read(scores + at * C + e[:, None] * C + e[None, :], e[:, None] >= 0)
+            found = dot(g_start, S.to(y.dtype)) + dot(weight, z)
             S = S * kept + dot(tl.trans(b_end), z)
-            op, ok = out + part * STEP + row * K, token
+            op, ok = out + row * K, token
         tl.store(op[:, None] + dk[None, :], found, mask=ok[:, None] & in_k)
 
 
@@ -465,7 +478,6 @@ class Columns:
             "SHIFT": int(options.shifted),
             "AFTER": int(options.read_after_write),
             "DIVIDE": options.step == "beta",
-            "LOW": self._wide,
             "PLAIN": ranks.docs is None,
             "MASKED": ranks.rows is not None,
             "C": CHUNK,
@@ -493,22 +505,29 @@ class Columns:
         grid, launch = self._cut("column values")
         _column_values[grid](
             query=self.q, k=self.k, head_x=self.head_x, v=self.v, head_v=self.head_v, state=state, BACK=back,
-            M=self.ranks.chunks, LEVELS=(CHUNK - 1).bit_length(), **{name: tensors.get(name) for name in names},
+            LOW=self._wide, M=self.ranks.chunks, NIL=0, LEVELS=(CHUNK - 1).bit_length(), **{name: tensors.get(name) for name in names},
             **self._common(), **launch,
         )  # fmt: skip
 
-    def _keys(self, d_o: Tensor, state: Tensor, out: Tensor, head_out: Tensor, back: bool) -> tuple[Tensor, Tensor]:
-        """Into `out` and `head_out`, or the sum over blocks of columns in their place."""
-        grid, launch = self._cut("column keys")
-        parts, outs = grid[1], (out, head_out)
-        if parts > 1:
-            outs = tuple(x.new_zeros(parts, *x.shape, dtype=torch.float32) for x in outs)
-        _column_keys[grid](
-            query=self.q, k=self.k, head_x=self.head_x, v=self.v, head_v=self.head_v, d_o=d_o, state=state, out=outs[0],
-            head_out=outs[1], STEP=out.numel(), HEAD_STEP=head_out.numel(), LEVELS=(CHUNK - 1).bit_length(), BACK=back,
-            **self._common(), **launch,
+    def _keys(self, d_o: Tensor, scores: Tensor, state: Tensor, out: Tensor, head_out: Tensor, back: bool) -> None:
+        k_size, v_size = self.k.shape[3], self.v.shape[3]
+        columns, launch = cut("column keys", v_size, k_size, self.k)
+        _column_keys[(self.ranks.segments * self.q.shape[2], triton.cdiv(k_size, columns))](
+            query=self.q, k=self.k, head_x=self.head_x, v=self.v, head_v=self.head_v, d_o=d_o, scores=scores, state=state,
+            out=out, head_out=head_out, BACK=back, **{**self._common(), "BK": columns, "BV": block(v_size)}, **launch,
         )  # fmt: skip
-        return outs if parts == 1 else (outs[0].sum(0).to(out.dtype), outs[1].sum(0).to(head_out.dtype))
+
+    def _scores(self, d_o: Tensor) -> Tensor:
+        """`[M, H, C, C]` of `_column_scores`."""
+        heads, v_size = self.q.shape[2], self.v.shape[3]
+        scores = self.q.new_empty(self.ranks.chunks, heads, CHUNK, CHUNK)
+        columns, launch = cut("column scores", CHUNK, v_size, self.k)
+        common = {name: x for name, x in self._common().items() if name not in ("segment_doc", "NS", "SEG", "K", "BK")}
+        _column_scores[(self.ranks.chunks * heads,)](
+            v=self.v, head_v=self.head_v, d_o=d_o, scores=scores, chunk_doc=self.ranks.chunk_doc, BV=columns,
+            LEVELS=(CHUNK - 1).bit_length(), **common, **launch,
+        )  # fmt: skip
+        return scores
 
     def forward(self, S: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Output, state after the last token, states before the segments and the segments' log-decay."""
@@ -527,16 +546,17 @@ class Columns:
         make = torch.empty_like if ranks.rows is None else torch.zeros_like
         d_q, d_beta = make(self.q), make(self.beta)
         d_k, d_v = (make(x) if ranks.docs is None else torch.zeros_like(x) for x in (self.k, self.v))
-        if self.options.shifted and ranks.docs is None:  # the last key and the first value may belong to no pair
-            d_k[:, -1], d_v[:, 0] = 0, 0
+        if self.options.shifted and ranks.docs is None:  # the last key belongs to no pair
+            d_k[:, -1] = 0
         d_head_x, d_head_v = torch.zeros_like(self.head_x), torch.zeros_like(self.head_v)
         parts = self._cut("column values")[0][1]
         sums = self.q.new_empty(2, parts, ranks.chunks, self.q.shape[2], CHUNK, dtype=torch.float32)
         with on_device(self.q):
             d_states, _ = self._states(self.q, d_o, True)
             d_S, product = scan(d_states, total, d_S, ranks, states, S_end)
-            d_q, _ = self._keys(d_o, states, d_q, d_head_x, False)
-            d_k, d_head_x = self._keys(d_o, d_states, d_k, d_head_x, True)
+            scores = self._scores(d_o)
+            self._keys(d_o, scores, states, d_q, d_head_x, False)
+            self._keys(d_o, scores, d_states, d_k, d_head_x, True)
             self._values(
                 d_states, True, d_o=d_o, o=o, before=states, product=product.sum(2), out=d_v, head_out=d_head_v,
                 d_beta=d_beta, d_strength=sums[0], d_decay=sums[1],

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..gpu import block, key_pointers, of_chunk, on_device, read, row_of, tables
 from ..ranks import CHUNK, Ranks
-from .rules import FalconState, Options
+from .rules import RULES, FalconState, Options
 
 SQUARINGS = tl.constexpr(24)
 
@@ -25,7 +25,7 @@ class Gates(NamedTuple):
 
     Attributes:
         found: `[4, M, H, C]`: strength, upto, upto_low, energy. With one gain a token, strength is eta / B, and upto and upto_low
-            are the two halves of the log-decay summed from the chunk's start. With a gain for every column, upto is kept and
+            are the two halves of the log-decay summed from the chunk's start (the second is 0 for 16-bit inputs). With a gain for every column, upto is kept and
             upto_low is pull, with eta = strength * beta and gamma = max(kept + (1 - beta) * pull, floor), or
             max(1 - beta * pull, floor) with `step="eta"`.
         vector: top eigenvector of falcon3's windows, `[B * T, H, W]` by first row plus rank.
@@ -39,24 +39,14 @@ def heads_of(state: FalconState, options: Options) -> tuple[Tensor, Tensor, Tens
     """The pairs in slots -(W - 1) ... 0 of every document, and whether its first token has none.
 
     Returns: head_x `[N, H, W, K]`, head_v `[N, H, W, V]` (slot 0 holds a value only where the first token has no pair:
-    there the tail moves up, so that the window has no gap), first int32 `[N]`.
+    there the tail moves up, so that the window has no gap; empty for W = 1), first int32 `[N]`.
     """
-    if not options.shifted:
-        none = torch.zeros_like(state.has_key, dtype=torch.int32)
-        x, v = (torch.nn.functional.pad(tail, (0, 0, 0, 0, 0, 1)) for tail in (state.tail_x, state.tail_v))
-        return x.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous(), none
-    known = state.has_key[:, None, None, None]
-    x = torch.where(
-        known,
-        torch.cat([state.tail_x, state.key[:, None]], 1),
-        torch.nn.functional.pad(state.tail_x, (0, 0, 0, 0, 1, 0)),
-    )
-    v = torch.where(
-        known,
-        torch.nn.functional.pad(state.tail_v, (0, 0, 0, 0, 0, 1)),
-        torch.nn.functional.pad(state.tail_v, (0, 0, 0, 0, 1, 0)),
-    )
-    return x.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous(), (~state.has_key).int()
+    if options.window == 1:
+        return state.key[:, :, None].contiguous(), state.tail_v, (~state.has_key & options.shifted).int()
+    x, v = torch.cat([state.tail_x, state.key[:, None]], 1), torch.nn.functional.pad(state.tail_v, (0, 0, 0, 0, 0, 1))
+    known = (state.has_key if options.shifted else torch.ones_like(state.has_key))[:, None, None, None]
+    x, v = (torch.where(known, rows, rows.roll(1, 1)) for rows in (x, v))
+    return x.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous(), (~state.has_key & options.shifted).int()
 
 
 @triton.jit
@@ -149,6 +139,7 @@ def _gates(
     COLUMNS: tl.constexpr,
     DIVIDE: tl.constexpr,
     COUPLED: tl.constexpr,
+    LOW: tl.constexpr,
     PLAIN: tl.constexpr,
     MASKED: tl.constexpr,
     C: tl.constexpr,
@@ -199,10 +190,16 @@ def _gates(
         else:
             gamma = 1.0 - gain * pull
         tl.store(strength + at, gain * inverse / pairs)
-        wide = tl.cumsum(tl.log(tl.maximum(gamma, decay_floor)).to(tl.float64), 0)
-        high = wide.to(tl.float32)
+        log_decay = tl.log(tl.maximum(gamma, decay_floor))
+        if LOW:
+            wide = tl.cumsum(log_decay.to(tl.float64), 0)
+            high = wide.to(tl.float32)
+            low = (wide - high.to(tl.float64)).to(tl.float32)
+        else:
+            high = tl.cumsum(log_decay, 0)
+            low = tl.zeros([C], tl.float32)
         tl.store(upto + at, high)
-        tl.store(upto_low + at, (wide - high.to(tl.float64)).to(tl.float32))
+        tl.store(upto_low + at, low)
 
 
 @triton.jit(do_not_specialize=["T", "NC"])
@@ -406,13 +403,12 @@ def gates(
             eps=options.eps,
             decay_floor=options.decay_floor,
             ENERGY=energy,
+            LOW=k.dtype == torch.float32,
         )
     return Gates(out, vector)
 
 
-def gates_backward(
-    k: Tensor,
-    head_x: Tensor,
+def inputs_backward(
     beta: Tensor,
     ridge: Tensor,
     first: Tensor,
@@ -420,25 +416,23 @@ def gates_backward(
     found: Gates,
     d_strength: Tensor,
     d_log_decay: Tensor,
-    d_k: Tensor,
-    d_head_x: Tensor,
     ranks: Ranks,
     options: Options,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of beta (empty with a gain for every column) and ridge; that of the keys is added to d_k and d_head_x.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of beta (empty with a gain for every column), of ridge, and of the energies.
 
     Args:
         d_strength, d_log_decay: of strength and of the log-decay of every token (not its prefix), `[M, H, C]`. With a gain for
             every column: the sums over columns of beta * (gradient of eta) and of beta * (gradient of gamma, 0 at the floor).
-        d_k: `[B, T, H, K]`, d_head_x `[N, H, W, K]`: changed in place.
+    Returns: the last one, divided by the pairs of the window, `[B * T, H]` by first row plus rank; None where there is none.
     """
-    heads, k_size = k.shape[2:]
+    heads = ridge.shape[2]
     make = torch.empty_like if ranks.rows is None else torch.zeros_like
     d_beta = ridge.new_empty(0) if options.rule.per_column else make(beta)
     d_ridge = make(ridge)
     live = options.step == "beta" or (options.scale_coupled and not options.rule.sliding)
-    d_energy = k.new_empty(ranks.batch * ranks.tokens, heads, dtype=torch.float32)
-    with on_device(k):
+    d_energy = ridge.new_empty(ranks.batch * ranks.tokens, heads, dtype=torch.float32)
+    with on_device(ridge):
         _gates_backward[(ranks.chunks * heads,)](
             beta,
             ridge,
@@ -458,7 +452,35 @@ def gates_backward(
             ENERGY=int(options.needs_energy),
             SLIDING=options.rule.sliding,
         )
-        if live:
+    return d_beta, d_ridge, d_energy if live else None
+
+
+def gates_backward(
+    k: Tensor,
+    head_x: Tensor,
+    beta: Tensor,
+    ridge: Tensor,
+    first: Tensor,
+    count: Tensor,
+    found: Gates,
+    d_strength: Tensor,
+    d_log_decay: Tensor,
+    d_k: Tensor,
+    d_head_x: Tensor,
+    ranks: Ranks,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of beta and ridge, see `inputs_backward`; that of the keys is added to d_k and d_head_x.
+
+    Args:
+        d_k: `[B, T, H, K]`, d_head_x `[N, H, W, K]`: changed in place.
+    """
+    heads, k_size = k.shape[2:]
+    d_beta, d_ridge, d_energy = inputs_backward(
+        beta, ridge, first, count, found, d_strength, d_log_decay, ranks, options
+    )
+    if d_energy is not None:
+        with on_device(k):
             _energy_backward[(ranks.chunks * heads,)](
                 k,
                 head_x,
@@ -475,3 +497,35 @@ def gates_backward(
                 TOP=_top(options),
             )
     return d_beta, d_ridge
+
+
+# --- options and tables as an operator's arguments ---
+
+
+def unpack(
+    docs: Tensor | None,
+    chunk_doc: Tensor | None,
+    segment_doc: Tensor | None,
+    rows: Tensor | None,
+    sizes: list[int],
+    rule: str,
+    flags: list[int],
+    numbers: list[float],
+) -> tuple[Ranks, Options]:
+    """Tables and options from what an operator can take."""
+    ranks = Ranks(*sizes, docs, chunk_doc, segment_doc, rows)
+    window, shifted, after, divide, coupled = flags
+    return ranks, Options(
+        RULES[rule], window, bool(shifted), bool(after), "beta" if divide else "eta", bool(coupled), *numbers
+    )
+
+
+def pack(ranks: Ranks, options: Options) -> tuple[Any, ...]:
+    """The inverse of `unpack`."""
+    sizes = [
+        ranks.batch, ranks.tokens, ranks.documents, ranks.overlap, ranks.segment, ranks.chunks, ranks.segments
+    ]  # fmt: skip
+    rule = next(name for name, rule in RULES.items() if rule == options.rule)
+    flags = [options.window, options.shifted, options.read_after_write, options.step == "beta", options.scale_coupled]
+    tables = (ranks.docs, ranks.chunk_doc, ranks.segment_doc, ranks.rows)
+    return *tables, sizes, rule, [int(x) for x in flags], [options.eps, options.decay_floor]

@@ -12,8 +12,10 @@ from ..associative import Associative, Kept, segment_length
 from ..gpu import custom
 from ..ranks import CHUNK, Ranks, make_ranks
 from .columns import Columns
-from .prepass import Gates, gates, gates_backward, heads_of
+from .delta import regression
+from .prepass import Gates, gates, gates_backward, heads_of, inputs_backward, pack, unpack
 from .reference import falcon_reference
+from .residuals import residuals
 from .rules import RULES, FalconState, Options
 
 
@@ -65,15 +67,20 @@ def falcon_triton(
     o, S = KERNELS[options.rule](q, k, v, beta, ridge, head_x, head_v, state.S, first, state.count, ranks, options)
 
     last, there = ranks.last(k)
+    window = options.window
     key, has_key, tail_x, tail_v, count = last, torch.ones_like(state.has_key), state.tail_x, state.tail_v, state.count
     if ranks.docs is not None:
         key = torch.where(there[:, None, None], last, state.key)
         has_key = state.has_key | there
-    if options.window > 1:
+    if window > 1 and ranks.docs is None and q.shape[1] >= window:  # only pairs of this call
+        end = q.shape[1] - int(options.shifted)
+        tail_x, tail_v = k[:, end - window + 1 : end].clone(), v[:, q.shape[1] - window + 1 :].clone()
+        count = torch.full_like(count, window - 1)
+    elif window > 1:
         written = (ranks.lengths(q.device) - first).clamp(min=0)
         tail_x = _new_tail(tail_x, k, head_x, written, first, ranks, int(options.shifted))
         tail_v = _new_tail(tail_v, v, head_v, written, first, ranks, 0)
-        count = (count + written).clamp(max=options.window - 1)
+        count = (count + written).clamp(max=window - 1)
     return o, FalconState(S, key, has_key, tail_x, tail_v, count)
 
 
@@ -103,36 +110,6 @@ def _new_tail(
 
 
 # --- falcon1a, falcon2a, falcon3a ---
-
-
-def _unpack(
-    q: Tensor,
-    docs: Tensor | None,
-    chunk_doc: Tensor | None,
-    segment_doc: Tensor | None,
-    rows: Tensor | None,
-    sizes: list[int],
-    rule: str,
-    flags: list[int],
-    numbers: list[float],
-) -> tuple[Ranks, Options]:
-    """Tables and options from what an operator can take."""
-    ranks = Ranks(*sizes, docs, chunk_doc, segment_doc, rows)
-    window, shifted, after, divide, coupled = flags
-    return ranks, Options(
-        RULES[rule], window, bool(shifted), bool(after), "beta" if divide else "eta", bool(coupled), *numbers
-    )
-
-
-def _pack(ranks: Ranks, options: Options) -> tuple[Any, ...]:
-    """The inverse of `_unpack`."""
-    sizes = [
-        ranks.batch, ranks.tokens, ranks.documents, ranks.overlap, ranks.segment, ranks.chunks, ranks.segments
-    ]  # fmt: skip
-    rule = next(name for name, rule in RULES.items() if rule == options.rule)
-    flags = [options.window, options.shifted, options.read_after_write, options.step == "beta", options.scale_coupled]
-    tables = (ranks.docs, ranks.chunk_doc, ranks.segment_doc, ranks.rows)
-    return *tables, sizes, rule, [int(x) for x in flags], [options.eps, options.decay_floor]
 
 
 def _call(
@@ -172,7 +149,7 @@ def _forward(
     flags: list[int],
     numbers: list[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    ranks, options = _unpack(q, docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
+    ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
     found, vector = gates(k, head_x, beta, ridge, first, count, ranks, options)
     if options.rule.per_column:
         call = Columns(q, k, v, beta, head_x, head_v, first, found, ranks, options)
@@ -223,38 +200,36 @@ def _backward(
     found: Tensor,
     vector: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    ranks, options = _unpack(q, docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
+    ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
+    gates_found = Gates(found, vector)
     if options.rule.per_column:
         columns = Columns(q, k, v, beta, head_x, head_v, first, found, ranks, options)
         d_q, d_k, d_v, d_beta, d_head_x, d_head_v, d_S, d_strength, d_log_decay = columns.backward(
             d_o, o, d_S, S_end, states, total
         )
-    else:
-        call, none = _call(q, k, v, head_x, head_v, first, found, ranks, options), d_S.new_empty(0)
-        d_q, d_k, d_v, d_head_x, d_head_v, d_S, _, d_strength, d_log_decay = call.backward(
-            d_o, o, d_S, none, S_end, none, Kept(states, none, total, none), gates=True
+        _, d_ridge = gates_backward(
+            k, head_x, beta, ridge, first, count, gates_found, d_strength, d_log_decay, d_k, d_head_x, ranks, options
         )
-    own_beta, d_ridge = gates_backward(
-        k,
-        head_x,
-        beta,
-        ridge,
-        first,
-        count,
-        Gates(found, vector),
-        d_strength,
-        d_log_decay,
-        d_k,
-        d_head_x,
-        ranks,
-        options,
+        return d_q, d_k, d_v, d_beta, d_ridge, d_head_x, d_head_v, d_S
+    gradients: list[Tensor] = []
+
+    def through_gates(d_strength: Tensor, d_log_decay: Tensor) -> Tensor | None:
+        d_beta, d_ridge, d_energy = inputs_backward(
+            beta, ridge, first, count, gates_found, d_strength, d_log_decay, ranks, options
+        )
+        gradients.extend((d_beta, d_ridge))
+        return d_energy
+
+    call, none = _call(q, k, v, head_x, head_v, first, found, ranks, options), d_S.new_empty(0)
+    d_q, d_k, d_v, d_head_x, d_head_v, d_S, _ = call.backward(
+        d_o, o, d_S, none, S_end, none, Kept(states, none, total, none), through_gates
     )
-    d_beta = d_beta if options.rule.per_column else own_beta
+    d_beta, d_ridge = gradients
     return d_q, d_k, d_v, d_beta, d_ridge, d_head_x, d_head_v, d_S
 
 
 def _fake_backward(d_o: Tensor, d_S: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x) for x in arguments[:7]) + (torch.empty_like(d_S),)
+    return *(torch.empty_like(x) for x in arguments[:7]), torch.empty_like(d_S)
 
 
 _associative = custom(
@@ -277,8 +252,12 @@ def inner_product(
     options: Options,
 ) -> tuple[Tensor, Tensor]:
     """falcon1a, falcon2a and falcon3a."""
-    o, S, *_ = _associative(q, k, v, beta, ridge, head_x, head_v, S, first, count, *_pack(ranks, options))
+    o, S, *_ = _associative(q, k, v, beta, ridge, head_x, head_v, S, first, count, *pack(ranks, options))
     return o, S
 
 
-KERNELS: dict[Any, Kernels] = {RULES[name]: inner_product for name in ("falcon1a", "falcon2a", "falcon3a")}
+KERNELS: dict[Any, Kernels] = {RULES[name]: inner_product for name in ("falcon1a", "falcon2a", "falcon3a")} | {
+    RULES["falcon1"]: regression,
+    RULES["falcon2"]: residuals,
+    RULES["falcon3"]: regression,
+}

@@ -163,13 +163,23 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     tables = (docs, chunk_doc, segment_doc, rows)
     call = _call(q, k, v, decay, tables, sizes, normalize, eps)
-    d_q, d_k, d_v, _, _, d_S, d_z, _, d_log_decay = call.backward(
-        d_o, o, d_S, d_z, S_end, z_end, Kept(states, z_states, total, seen), gates=log_decay is not None
+    d_log_decay = q.new_empty(0)
+
+    def through_gates(d_strength: Tensor, found: Tensor) -> None:
+        nonlocal d_log_decay
+        assert log_decay is not None
+        d_log_decay = out_of_chunks(found, call.ranks, log_decay.dtype)
+
+    d_q, d_k, d_v, _, _, d_S, d_z = call.backward(
+        d_o,
+        o,
+        d_S,
+        d_z,
+        S_end,
+        z_end,
+        Kept(states, z_states, total, seen),
+        None if log_decay is None else through_gates,
     )
-    if log_decay is None:
-        d_log_decay = q.new_empty(0)
-    else:
-        d_log_decay = out_of_chunks(d_log_decay, call.ranks, log_decay.dtype)
     return d_q, d_k, d_v, d_log_decay, d_S, d_z
 
 
