@@ -49,6 +49,23 @@ def heads_of(state: FalconState, options: Options) -> tuple[Tensor, Tensor, Tens
     return x.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous(), (~state.has_key & options.shifted).int()
 
 
+@triton.jit
+def top_direction(gram, W: tl.constexpr):
+    """Top eigenvalue and eigenvector of semidefinite `[R, W, W]`, by squaring until only the top direction is left."""
+    a, b = tl.arange(0, W)[None, :, None], tl.arange(0, W)[None, None, :]
+    power = gram
+    for _ in range(SQUARINGS):
+        largest = tl.max(tl.max(tl.where(a == b, power, 0.0), 2), 1)  # of a semidefinite matrix: on its diagonal
+        power = power * (1.0 / tl.maximum(largest, 1e-30))[:, None, None]
+        power = tl.sum(tl.expand_dims(power, 3) * tl.expand_dims(power, 1), 2)
+    weight = tl.max(tl.where(a == b, power, 0.0), 2)  # the diagonal
+    best = tl.argmax(weight, 1)
+    u = tl.sum(tl.where(b == best[:, None, None], power, 0.0), 2)
+    norm = tl.sum(u * u, 1)
+    u = tl.where((norm > 0)[:, None], u / tl.sqrt(tl.maximum(norm, 1e-30))[:, None], 0.0)
+    return tl.sum(tl.sum(gram * tl.expand_dims(u, 1), 2) * u, 1), u
+
+
 @triton.jit(do_not_specialize=["T", "NC"])
 def _top_eigenvalues(
     k,
@@ -87,19 +104,7 @@ def _top_eigenvalues(
             y = read(p[:, None] + d[None, :], (ok & token)[:, None] & (d < K)[None, :]).to(tl.float32)
             here = ((a == one) & (b == two)) | ((a == two) & (b == one))
             gram += tl.where(here, tl.sum(x * y, 1)[:, None, None], 0.0)
-    power = gram
-    for _ in range(SQUARINGS):
-        largest = tl.max(tl.max(tl.where(a == b, power, 0.0), 2), 1)  # of a semidefinite matrix: on its diagonal
-        power = power * (1.0 / tl.maximum(largest, 1e-30))[:, None, None]
-        left, right = tl.expand_dims(power, 3), tl.expand_dims(power, 1)
-        power = tl.sum(left * right, 2)
-    weight = tl.max(tl.where(a == b, power, 0.0), 2)  # the diagonal
-    best = tl.argmax(weight, 1)
-    u = tl.sum(tl.where(b == best[:, None, None], power, 0.0), 2)
-    norm = tl.sum(u * u, 1)
-    u = tl.where((norm > 0)[:, None], u / tl.sqrt(tl.maximum(norm, 1e-30))[:, None], 0.0)
-    applied = tl.sum(gram * tl.expand_dims(u, 1), 2)
-    top = tl.sum(applied * u, 1)
+    top, u = top_direction(gram, BW)
     tl.store(energy + (c * H + h) * C + e, top)
     w = tl.arange(0, BW)
     at = vector + ((start + r) * H + h)[:, None] * W + w[None, :]
