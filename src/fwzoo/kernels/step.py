@@ -328,8 +328,8 @@ def _energies(x: Tensor, q: Tensor, options: Options) -> Tensor | None:
 
 def _pairs(k: Tensor, v: Tensor, state: FalconState, options: Options) -> tuple[Tensor, Tensor]:
     """The pairs of the tail and of every token: keys `[N, W - 1 + T, H, K]` and values `[N, W - 1 + T, H, V]`."""
-    if k.shape[1] == 1:
-        x, values = (state.key[:, None] if options.shifted else k), v
+    if k.shape[1] == 1 or options.window == 1:
+        x, values = (torch.cat([state.key[:, None], k[:, :-1]], 1) if options.shifted else k), v
         if options.window > 1:
             x, values = torch.cat([state.tail_x, x], 1), torch.cat([state.tail_v, v], 1)
         return x, values
