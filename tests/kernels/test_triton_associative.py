@@ -74,14 +74,22 @@ def check(name: str, given: dict[str, Tensor], dtype: torch.dtype = torch.float3
     assert not wrong, wrong
 
 
+VECTORS = [
+    path
+    for path in falcon_cases.VECTORS + recurrence_cases.VECTORS
+    if path.parent.name in (*RULES, "linear_attention")
+    # under the interpreter, which is slow, one of each kind
+    and (
+        DEVICE == "cuda"
+        or path.stem in ("packed_state", "mask_state", "state_unknown_key", "window7_state", "no_decay")
+    )
+]
+
+
 @triton
-@pytest.mark.parametrize(
-    "path", falcon_cases.VECTORS + recurrence_cases.VECTORS, ids=lambda p: f"{p.parent.name}-{p.stem}"
-)
+@pytest.mark.parametrize("path", VECTORS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_vectors(path: Any) -> None:
     name = path.parent.name
-    if name not in (*RULES, "linear_attention"):
-        pytest.skip("another file's")
     options, given, expected = falcon_cases.load(path)
     options = {key: value for key, value in options.items() if key != "rule"}
     plain = run(name, given, torch.float32, "cpu", **options, level="reference")
@@ -100,12 +108,12 @@ def test_several_chunks_with_state(name: str) -> None:
 @triton
 @names
 def test_packed_and_masked_with_state(name: str) -> None:
-    sizes = {"heads": 2, "k_size": 4, "v_size": 3}
-    arguments = draw(name, batch=1, tokens=150, **sizes)
-    mask = torch.rand(1, 150, generator=torch.Generator().manual_seed(0)) > 0.2
+    sizes = {"heads": 1, "k_size": 4, "v_size": 3}
+    arguments = draw(name, batch=1, tokens=100, **sizes)
+    mask = torch.rand(1, 100, generator=torch.Generator().manual_seed(0)) > 0.2
     mask[:, 3:10] = False
-    arguments = {n: torch.where(mask.view(1, 150, *[1] * (x.ndim - 2)), x, torch.nan) for n, x in arguments.items()}
-    arguments |= {"cu_seqlens": torch.tensor([0, 0, 3, 10, 80, 150]), "mask": mask}
+    arguments = {n: torch.where(mask.view(1, 100, *[1] * (x.ndim - 2)), x, torch.nan) for n, x in arguments.items()}
+    arguments |= {"cu_seqlens": torch.tensor([0, 0, 3, 10, 95, 100]), "mask": mask}
     given = as_given(name, arguments, a_state(name, 5, **sizes))
     given["cotangent.o"] = torch.where(mask[..., None, None], given["cotangent.o"], 0)
     check(name, given)
@@ -133,11 +141,18 @@ def test_windows(window: int) -> None:
 
 
 @triton
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @names
-def test_sixteen_bit(name: str, dtype: torch.dtype) -> None:
+def test_sixteen_bit(name: str) -> None:
+    """Their gradients take another way than those of float32, so the errors are looked at beside bfloat16's own rounding."""
     sizes = {"heads": 1, "k_size": 5, "v_size": 3}
-    check(name, as_given(name, draw(name, batch=1, tokens=70, **sizes), a_state(name, 1, **sizes)), dtype)
+    given = as_given(name, draw(name, batch=1, tokens=70, **sizes), a_state(name, 1, **sizes))
+    narrow = {f"in.{key}" for key in "qkv"} | {f"state_in.{key}" for key in ("key", "tail_x", "tail_v")}
+    given = {key: x.bfloat16().double() if key in narrow else x for key, x in given.items()}
+    exact = run(name, given, torch.float64, "cpu", level="reference")
+    found = run(name, given, torch.bfloat16, DEVICE, level="triton")
+    for key, x in exact.items():
+        if x.numel() and x.is_floating_point():
+            assert (found[key].double() - x).abs().max() <= 0.03 * x.abs().max() + 1e-6, key
 
 
 @triton

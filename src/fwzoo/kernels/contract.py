@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .samples import Draw, Sample
+
 logger = logging.getLogger("fwzoo.kernels")
 
 State = TypeVar("State", bound=tuple[Tensor, ...])
@@ -31,6 +33,7 @@ TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 _debug: ContextVar[bool] = ContextVar("fwzoo_debug", default=False)
+_overwriting: ContextVar[bool] = ContextVar("fwzoo_overwriting", default=False)
 
 
 @contextlib.contextmanager
@@ -51,6 +54,21 @@ def debug(enabled: bool = True) -> Iterator[None]:
 def debugging() -> bool:
     """Whether `debug()` is active here (never while compiling)."""
     return not torch.compiler.is_compiling() and _debug.get()
+
+
+@contextlib.contextmanager
+def overwriting_states() -> Iterator[None]:
+    """Within this context, an operator may write the new state into the tensors of the state it was given."""
+    token = _overwriting.set(True)
+    try:
+        yield
+    finally:
+        _overwriting.reset(token)
+
+
+def may_overwrite_states() -> bool:
+    """Whether `overwriting_states()` is active here."""
+    return _overwriting.get()
 
 
 @dataclass(frozen=True)
@@ -75,11 +93,13 @@ class Op:
         name: public name, as in `fwzoo.kernels.<name>`.
         levels: level name to implementation.
         short: up to this many tokens a CPU runs the token loop faster than the chunk form.
+        samples: random calls for `fwzoo selftest`, from what draws their tensors.
     """
 
     name: str
     levels: dict[str, Callable[..., Any]]
     short: int = 0
+    samples: Callable[[Draw], Iterator[Sample]] = lambda draw: iter(())
 
     def unavailable(self, level: str, tensors: Sequence[Tensor] = (), limit: str | None = None) -> str | None:
         """Why `level` cannot run on `tensors` (query, key, value, ...), or None; `limit` is the operator's own reason."""
@@ -149,7 +169,8 @@ def triton_cannot_run(tensors: Sequence[Tensor]) -> str | None:
 def _without_autocast(run: Callable[..., Any], q: Tensor, *arguments: Any) -> Any:
     """Call a level as it is written: under autocast its products, and its state with them, would be 16 bit."""
     device = q.device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
+    if not (available and torch.is_autocast_enabled(device)):
         return run(q, *arguments)
     with torch.autocast(device, enabled=False):
         return run(q, *arguments)
@@ -163,6 +184,11 @@ def register(op: Op) -> Op:
     """Make an operator known to `explain`."""
     _OPS[op.name] = op
     return op
+
+
+def operators() -> dict[str, Op]:
+    """Every operator by name."""
+    return dict(_OPS)
 
 
 def explain(op: str | Callable[..., Any], *tensors: Tensor) -> Explanation:
@@ -252,17 +278,30 @@ def check_gate(name: str, value: Any, q: Tensor) -> None:
     same_device(name, value, q)
 
 
-def check_state(state: Any, empty: State) -> State:
-    """`state` in the dtypes of `empty`, the state before the first token; raises unless all fields have its shapes."""
+def check_state(state: Any, empty: State, q: Tensor | None = None) -> State:
+    """`state` in the dtypes of `empty`, the state before the first token; raises unless all fields have its shapes.
+
+    `q` is on the device where the state must be; None means that `empty` is.
+    """
     if not isinstance(state, type(empty)):
         raise TypeError(f"state is a {type(state).__name__}; it must be a fwzoo.kernels.{type(empty).__name__}")
     for name, field, like in zip(empty._fields, state, empty, strict=True):  # type: ignore[attr-defined]
         is_tensor(f"state.{name}", field, like.ndim, floating=like.is_floating_point())
         has_shape(f"state.{name}", field, like.shape, "[N, ...]")
-        same_device(f"state.{name}", field, like)
+        same_device(f"state.{name}", field, like if q is None else q)
         if not like.is_floating_point() and field.dtype != like.dtype:
             raise ValueError(f"state.{name} has dtype {field.dtype}; it must be {like.dtype}")
     return type(empty)(*(field.to(like.dtype) for field, like in zip(state, empty, strict=True)))
+
+
+def start_state(state: Any, empty: Callable[[Tensor, Tensor], State], q: Tensor, v: Tensor) -> State:
+    """`state`, checked as by `check_state`, or `empty(q, v)` where it is None.
+
+    An empty state to compare with is made without storage, so that a decoding step does not fill one for nothing.
+    """
+    if state is None:
+        return empty(q, v)
+    return check_state(state, empty(*(x.new_empty(x.shape, device="meta") for x in (q, v))), q)
 
 
 def check_values(tensors: Mapping[str, Tensor], mask: Tensor | None) -> None:

@@ -11,11 +11,21 @@ from torch import Tensor
 
 from .. import contract
 from ..contract import Op
+from ..samples import Draw, Sample, Samples
 from .chunk import falcon_chunk
 from .reference import falcon_reference
-from .rules import RULES, FalconState, Options, Rule, empty_state
+from .rules import RULES, FalconState, Options, Rule, empty_state, log_decay
 
-__all__ = ["RULES", "FalconState", "Rule", "falcon"]
+__all__ = ["RULES", "FalconState", "Rule", "falcon", "falcon_log_decay"]
+
+
+def _samples(draw: Draw) -> Samples:
+    sizes = draw.sizes
+    for name, rule in RULES.items():
+        gain = (sizes.value,) if rule.per_column else ()
+        tokens = {"q": draw.unit_heads(sizes.key), "k": draw.unit_heads(sizes.key), "v": draw.heads(sizes.value)}
+        gates = {"beta": 2 * draw.gate(*gain), "ridge": 0.1 * draw.gate()}
+        yield Sample(name, tokens, gates, options={"rule": name})
 
 
 def _triton(*arguments: Any) -> tuple[Tensor, FalconState]:
@@ -25,7 +35,7 @@ def _triton(*arguments: Any) -> tuple[Tensor, FalconState]:
 
 
 FALCON = contract.register(
-    Op("falcon", {"reference": falcon_reference, "chunk": falcon_chunk, "triton": _triton}, short=4)
+    Op("falcon", {"reference": falcon_reference, "chunk": falcon_chunk, "triton": _triton}, short=4, samples=_samples)
 )
 
 
@@ -79,8 +89,7 @@ def falcon(
     options = _check_options(rule, window, pairing, timing, step, scale_coupled, eps, decay_floor)
     bounds, documents = contract.check_documents(mask, cu_seqlens, q)
     dtype = contract.compute_dtype(q.dtype)
-    empty = empty_state(documents, q, v, options.window, dtype)
-    state = empty if state is None else contract.check_state(state, empty)
+    state = contract.start_state(state, lambda q, v: empty_state(documents, q, v, options.window, dtype), q, v)
     if contract.debugging():
         _check_values(q, k, v, beta, ridge, mask, options)
     limit = f"window is {window}, and the Triton kernels take up to 8" if options.window > 8 else None
@@ -99,6 +108,14 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, ridge: Tensor, 
     contract.has_shape("beta", beta, (*q.shape[:3], *columns), f"{axes} for rule {rule!r}")
     contract.same_device("beta", beta, q)
     contract.check_gate("ridge", ridge, q)
+
+
+def falcon_log_decay(k: Tensor, beta: Tensor, ridge: Tensor, *, rule: str, **options: Any) -> Tensor:
+    """Log of the decay that `falcon` with these options applies at every token with a full window, to look at a model.
+
+    Returns: `[B, T', H]`; `[B, T', H, V]` for falcon2 and falcon2a.
+    """
+    return log_decay(k, beta, ridge, _check_options(rule, **options))
 
 
 def _check_options(

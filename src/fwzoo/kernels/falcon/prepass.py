@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..gpu import block, key_pointers, of_chunk, on_device, read, row_of, tables
-from ..ranks import CHUNK, Ranks
+from ..ranks import CHUNK, Ranks, ranks_of
 from .rules import RULES, FalconState, Options
 
 SQUARINGS = tl.constexpr(24)
@@ -47,6 +47,23 @@ def heads_of(state: FalconState, options: Options) -> tuple[Tensor, Tensor, Tens
     known = (state.has_key if options.shifted else torch.ones_like(state.has_key))[:, None, None, None]
     x, v = (torch.where(known, rows, rows.roll(1, 1)) for rows in (x, v))
     return x.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous(), (~state.has_key & options.shifted).int()
+
+
+@triton.jit
+def top_direction(gram, W: tl.constexpr):
+    """Top eigenvalue and eigenvector of semidefinite `[R, W, W]`, by squaring until only the top direction is left."""
+    a, b = tl.arange(0, W)[None, :, None], tl.arange(0, W)[None, None, :]
+    power = gram
+    for _ in range(SQUARINGS):
+        largest = tl.max(tl.max(tl.where(a == b, power, 0.0), 2), 1)  # of a semidefinite matrix: on its diagonal
+        power = power * (1.0 / tl.maximum(largest, 1e-30))[:, None, None]
+        power = tl.sum(tl.expand_dims(power, 3) * tl.expand_dims(power, 1), 2)
+    weight = tl.max(tl.where(a == b, power, 0.0), 2)  # the diagonal
+    best = tl.argmax(weight, 1)
+    u = tl.sum(tl.where(b == best[:, None, None], power, 0.0), 2)
+    norm = tl.sum(u * u, 1)
+    u = tl.where((norm > 0)[:, None], u / tl.sqrt(tl.maximum(norm, 1e-30))[:, None], 0.0)
+    return tl.sum(tl.sum(gram * tl.expand_dims(u, 1), 2) * u, 1), u
 
 
 @triton.jit(do_not_specialize=["T", "NC"])
@@ -87,19 +104,7 @@ def _top_eigenvalues(
             y = read(p[:, None] + d[None, :], (ok & token)[:, None] & (d < K)[None, :]).to(tl.float32)
             here = ((a == one) & (b == two)) | ((a == two) & (b == one))
             gram += tl.where(here, tl.sum(x * y, 1)[:, None, None], 0.0)
-    power = gram
-    for _ in range(SQUARINGS):
-        largest = tl.max(tl.max(tl.where(a == b, power, 0.0), 2), 1)  # of a semidefinite matrix: on its diagonal
-        power = power * (1.0 / tl.maximum(largest, 1e-30))[:, None, None]
-        left, right = tl.expand_dims(power, 3), tl.expand_dims(power, 1)
-        power = tl.sum(left * right, 2)
-    weight = tl.max(tl.where(a == b, power, 0.0), 2)  # the diagonal
-    best = tl.argmax(weight, 1)
-    u = tl.sum(tl.where(b == best[:, None, None], power, 0.0), 2)
-    norm = tl.sum(u * u, 1)
-    u = tl.where((norm > 0)[:, None], u / tl.sqrt(tl.maximum(norm, 1e-30))[:, None], 0.0)
-    applied = tl.sum(gram * tl.expand_dims(u, 1), 2)
-    top = tl.sum(applied * u, 1)
+    top, u = top_direction(gram, BW)
     tl.store(energy + (c * H + h) * C + e, top)
     w = tl.arange(0, BW)
     at = vector + ((start + r) * H + h)[:, None] * W + w[None, :]
@@ -309,7 +314,7 @@ def _energy_backward(
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
     e, d = tl.arange(0, C), tl.arange(0, BK)
     r = i * (C - W + 1) - (W - 1) + e
-    own = (r < length) & ((e >= W - 1) | (i == 0))
+    own = (r < length) & ((e >= W - 1) | (i + e * 0 == 0))
     column = (d < K)[None, :]
     grad = tl.zeros([C, BK], tl.float32)
     if TOP:
@@ -508,7 +513,7 @@ def unpack(
     numbers: list[float],
 ) -> tuple[Ranks, Options]:
     """Tables and options from what an operator can take."""
-    ranks = Ranks(*sizes, docs, chunk_doc, segment_doc, rows)
+    ranks = ranks_of(sizes, docs, chunk_doc, segment_doc, rows)
     window, shifted, after, divide, coupled = flags
     return ranks, Options(
         RULES[rule], window, bool(shifted), bool(after), "beta" if divide else "eta", bool(coupled), *numbers
@@ -517,10 +522,6 @@ def unpack(
 
 def pack(ranks: Ranks, options: Options) -> tuple[Any, ...]:
     """The inverse of `unpack`."""
-    sizes = [
-        ranks.batch, ranks.tokens, ranks.documents, ranks.overlap, ranks.segment, ranks.chunks, ranks.segments
-    ]  # fmt: skip
     rule = next(name for name, rule in RULES.items() if rule == options.rule)
     flags = [options.window, options.shifted, options.read_after_write, options.step == "beta", options.scale_coupled]
-    tables = (ranks.docs, ranks.chunk_doc, ranks.segment_doc, ranks.rows)
-    return *tables, sizes, rule, [int(x) for x in flags], [options.eps, options.decay_floor]
+    return *ranks.tables, ranks.sizes, rule, [int(x) for x in flags], [options.eps, options.decay_floor]

@@ -12,10 +12,22 @@ from torch import Tensor
 
 from .. import contract
 from ..contract import Op
+from ..samples import Draw, Sample, Samples
 from .chunk import linear_attention_chunk
 from .reference import LinearAttentionState, linear_attention_reference
 
 __all__ = ["LinearAttentionState", "linear_attention"]
+
+
+def _samples(draw: Draw) -> Samples:
+    sizes = draw.sizes
+    tokens = {
+        "q": draw.unit_heads(sizes.key).abs(),
+        "k": draw.unit_heads(sizes.key).abs(),
+        "v": draw.heads(sizes.value),
+    }
+    yield Sample("normalised", tokens)
+    yield Sample("decayed", tokens, {"log_decay": -0.1 * draw.gate()}, options={"normalize": False})
 
 
 def _triton(*arguments: Any) -> tuple[Tensor, LinearAttentionState]:
@@ -29,6 +41,7 @@ LINEAR_ATTENTION = contract.register(
         "linear_attention",
         {"reference": linear_attention_reference, "chunk": linear_attention_chunk, "triton": _triton},
         short=4,
+        samples=_samples,
     )
 )
 
@@ -72,11 +85,14 @@ def linear_attention(
     contract.one_of("normalize", normalize, (True, False))
     contract.finite_number("eps", eps, least=0)
     bounds, documents = contract.check_documents(mask, cu_seqlens, q)
-    S = contract.empty_weights(documents, q, v)
-    empty = LinearAttentionState(S, torch.zeros_like(S[..., 0]))
-    state = empty if state is None else contract.check_state(state, empty)
+    state = contract.start_state(state, lambda q, v: _empty_state(documents, q, v), q, v)
     contract.check_values({"q": q, "k": k, "v": v, **gates}, mask)
     for gate in gates.values():
         contract.check_log_decay(gate, mask)
     run = LINEAR_ATTENTION.resolve(level, q.shape[1], (q, k, v))
     return run(q, k, v, log_decay, normalize, eps, state, mask, bounds)
+
+
+def _empty_state(documents: int, q: Tensor, v: Tensor) -> LinearAttentionState:
+    S = contract.empty_weights(documents, q, v)
+    return LinearAttentionState(S, torch.zeros_like(S[..., 0]))

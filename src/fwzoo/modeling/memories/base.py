@@ -88,11 +88,7 @@ class FastMemory(StagedBuffers):
     ) -> Tensor:
         """hidden `[B, T, D]`; memory: `LayerMemory` or None; mask bool `[B, T]`; cu_seqlens int64 `[S + 1]`."""
         q, v = self.q_proj(self.q_norm(hidden)), self.v_proj(self.v_norm(hidden))
-        gate = self.g_proj(self.g_norm(hidden)).squeeze(-1)
-        if gate.dtype in (torch.float16, torch.bfloat16):
-            gate = gate.float()
-        if self.config.gate_activation == "sigmoid":
-            gate = gate.sigmoid()
+        gate = self._gate(hidden)
         past = {} if memory is None else memory.read()
         options = {"mask": mask, "cu_seqlens": cu_seqlens, "scope": self.scope, "group": self.group}
         try:
@@ -105,6 +101,17 @@ class FastMemory(StagedBuffers):
             self.stage(**self.carried(self.flush(state)))
         g = gate[..., None]
         return self.o_proj(self.o_norm((g * v_hat + (1 - g) * v).to(v.dtype)))
+
+    def _gate(self, hidden: Tensor) -> Tensor:
+        """`[B, T]`, float32 or wider."""
+        gate = self.g_proj(self.g_norm(hidden)).squeeze(-1)
+        if gate.dtype in (torch.float16, torch.bfloat16):
+            gate = gate.float()
+        return gate.sigmoid() if self.config.gate_activation == "sigmoid" else gate
+
+    def health(self, hidden: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Numbers that show whether the memory works, for hidden `[B, T, D]` and what it wrote; see `MemoryHealthCallback`."""
+        return {"gate": self._gate(hidden).mean(), **self.written(self.flush(self.state(state)))}
 
     @property
     def scope(self) -> str:
@@ -123,6 +130,10 @@ class FastMemory(StagedBuffers):
         """Whether what a forward pass wrote is put into the checkpoint's fast weights."""
         return self.config.carry_fast_weights and self.scope == "batch"
 
+    def updates(self, tokens: int) -> int:
+        """How many chunks of `tokens` tokens are written: with lookahead a full one waits for the next token."""
+        return max(0, tokens - bool(self.config.lookahead)) // self.config.memory_chunk_size
+
     # --- what a subclass adds ---
 
     def remember(
@@ -133,6 +144,10 @@ class FastMemory(StagedBuffers):
 
     def flush(self, state: Any) -> Any:
         """The state after its pending tokens were written."""
+        raise NotImplementedError
+
+    def written(self, state: Any) -> dict[str, Tensor]:
+        """`state_norm`, how far the first memory of a state is from the checkpoint's, and `slots_used` where it has slots."""
         raise NotImplementedError
 
     def carried(self, state: Any, index: int = 0) -> dict[str, Tensor]:
