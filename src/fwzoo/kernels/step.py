@@ -9,7 +9,6 @@ Imported only by the `triton` levels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,8 +21,6 @@ from .documents import select
 from .falcon.prepass import heads_of, top_direction
 from .falcon.rules import FalconState, Options
 from .gpu import block, on_device, read
-
-MOST_TOKENS = 16  # more are faster in chunks
 
 
 @triton.jit(do_not_specialize=["tokens", "rows"])
@@ -209,14 +206,6 @@ def _run(
             **options,
         )
     return o, new_S
-
-
-def allows(tensors: Sequence[Tensor | None], mask: Tensor | None, bounds: list[int] | None) -> bool:
-    """Whether these inputs are a few tokens that need no backward pass (with a mask, one token)."""
-    if bounds is not None or tensors[0] is None or torch.compiler.is_compiling():
-        return False
-    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    return not wanted and 1 <= tensors[0].shape[1] <= (MOST_TOKENS if mask is None else 1)
 
 
 def steps(

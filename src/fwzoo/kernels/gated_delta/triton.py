@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import step
+from ..contract import few_tokens
 from ..delta import Form, delta_backward, delta_forward, work_dtype
 from ..gpu import custom, into_chunks, out_of_chunks, prefix
 from ..ranks import CHUNK, make_ranks, ranks_of
@@ -28,7 +29,7 @@ def gated_delta_triton(
     """Triton form over `[B, T, H, .]`; arguments are those of `fwzoo.kernels.gated_delta`, checked."""
     if q.shape[1] == 0:
         return gated_delta_reference(q, k, v, log_decay, beta, scale, state, mask, bounds)
-    if step.allows((q, k, v, log_decay, beta, state.S), mask, bounds):
+    if few_tokens((q, k, v, log_decay, beta, state.S), mask, bounds):
         o, S = step.steps(q, k, v, beta, log_decay, state.S, mask, scale=scale, regression=True)
         return o, GatedDeltaState(S)
     ranks = make_ranks(q, mask, bounds)
