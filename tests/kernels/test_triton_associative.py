@@ -151,7 +151,7 @@ def test_sixteen_bit(name: str) -> None:
     exact = run(name, given, torch.float64, "cpu", level="reference")
     found = run(name, given, torch.bfloat16, DEVICE, level="triton")
     for key, x in exact.items():
-        if x.numel():
+        if x.numel() and x.is_floating_point():
             assert (found[key].double() - x).abs().max() <= 0.03 * x.abs().max() + 1e-6, key
 
 

@@ -242,13 +242,13 @@ def _scan(
     q = begin
     if BACK:
         q = end - 1
-    added = tl.load(state + (q * H + h) * K * V + d, mask=inside & (begin < end), other=0.0)
+    added = tl.load(state + (q * H + h) * K * V + d, mask=inside & (begin + row * 0 < end)[:, None], other=0.0)
     for step in range(begin, end):
         q, near = step, step + 1
         if BACK:
             q = begin + end - 1 - step
             near = q - 1
-        more = tl.load(state + (near * H + h) * K * V + d, mask=inside & (step + 1 < end), other=0.0)
+        more = tl.load(state + (near * H + h) * K * V + d, mask=inside & (step + 1 + row * 0 < end)[:, None], other=0.0)
         tl.store(state + (q * H + h) * K * V + d, S, mask=inside)
         if COLUMNS:
             kept = tl.exp(tl.load(total + (q * H + h) * V + column, mask=column < V, other=0.0))[None, :]
@@ -557,14 +557,15 @@ def _walk_back(
             grad = tl.sum(tl.where(e[None, :] - e[:, None] >= 1 - AFTER, pull, 0.0), 1)
             grad += tl.sum(tl.where(earlier, (written * full)[None, :], 0.0), 1)
             tl.store(apart + slot, grad + crossing)
-        ours = (e >= W - 1) | (i == 0)
+        initial = i + e * 0 == 0  # whether this is a document's first chunk
+        ours = (e >= W - 1) | initial
         if SWAP:
             op, ok = key_pointers(out, head_out, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
         else:
             op, ok = value_pointers(out, head_out, rows, n, start, length, missing, h, r, H, V, W, SHIFT, MASKED)
         if W > 1:
             shared = overlap + (((chunk + i) * H + h) * (W - 1) + e) * B
-            tl.store(shared[:, None] + db[None, :], found, mask=(ok & (e < W - 1) & (i > 0))[:, None] & in_b)
+            tl.store(shared[:, None] + db[None, :], found, mask=(ok & (e < W - 1) & ~initial)[:, None] & in_b)
         if ENERGY:
             factor = tl.zeros([C], tl.float32)
             for w in tl.static_range(W):
@@ -680,7 +681,7 @@ def _add_overlap(
     else:
         p, ok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
     # the last chunk of a document may hold no token of its own under a mask: then nothing was written for it
-    ok = (ok & (e < W - 1) & (i > 0) & (i * (C - W + 1) < length))[:, None] & (d < K)[None, :]
+    ok = (ok & (e < W - 1) & (i + e * 0 > 0) & (r + W - 1 - e < length))[:, None] & (d < K)[None, :]
     added = tl.load(overlap + ((c * H + h) * (W - 1) + e)[:, None] * K + d[None, :], mask=ok, other=0.0)
     p = p[:, None] + d[None, :]
     tl.store(p, read(p, ok).to(tl.float32) + added, mask=ok)

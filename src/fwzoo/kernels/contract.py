@@ -29,6 +29,7 @@ State = TypeVar("State", bound=tuple[Tensor, ...])
 
 LEVELS = ("reference", "chunk", "triton")
 LARGEST = 256  # K and V that the Triton kernels take
+MOST_TOKENS = 16  # of a call that a step kernel takes; more are faster in chunks
 TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -164,6 +165,14 @@ def triton_cannot_run(tensors: Sequence[Tensor]) -> str | None:
         if size > LARGEST:
             return f"{name} is {size}, and the Triton kernels take {name} up to {LARGEST}"
     return None
+
+
+def few_tokens(tensors: Sequence[Tensor | None], mask: Tensor | None, bounds: list[int] | None) -> bool:
+    """Whether these inputs are a few tokens that need no backward pass (with a mask, one token)."""
+    if bounds is not None or tensors[0] is None or torch.compiler.is_compiling():
+        return False
+    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    return not wanted and 1 <= tensors[0].shape[1] <= (MOST_TOKENS if mask is None else 1)
 
 
 def _without_autocast(run: Callable[..., Any], q: Tensor, *arguments: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .contract import may_overwrite_states
 from .gpu import block, custom, of_chunk, on_device, read, row_of, tables
-from .ranks import Ranks
+from .ranks import Ranks, ranks_of
 
 NORMS = {None: 0, "rms": 1, "l2": 2}
 ROWS = 16  # rows at a time: more do not fit in the registers
@@ -168,7 +168,7 @@ def _forward(
     x: Tensor, weight: Tensor, past: Tensor | None, docs: Tensor | None, chunk_doc: Tensor | None, rows: Tensor | None,
     sizes: list[int], norm: int, head: int, eps: float,
 ) -> tuple[Tensor]:  # fmt: skip
-    ranks = Ranks(*sizes, docs, chunk_doc, None, rows)
+    ranks = ranks_of(sizes, docs, chunk_doc, None, rows)
     y = torch.empty_like(x) if rows is None else torch.zeros_like(x)
     with on_device(x):
         _forward_kernel[(ranks.chunks, x.shape[2] // head)](
@@ -182,7 +182,7 @@ def _backward(
     d_y: Tensor, x: Tensor, weight: Tensor, past: Tensor | None, docs: Tensor | None, chunk_doc: Tensor | None,
     rows: Tensor | None, sizes: list[int], norm: int, head: int, eps: float, y: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    ranks, d_y = Ranks(*sizes, docs, chunk_doc, None, rows), d_y.contiguous()
+    ranks, d_y = ranks_of(sizes, docs, chunk_doc, None, rows), d_y.contiguous()
     channels, taps = weight.shape
     d_pre = torch.empty_like(x)
     d_x = torch.empty_like(x) if rows is None else torch.zeros_like(x)

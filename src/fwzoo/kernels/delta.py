@@ -516,15 +516,16 @@ class Form:
     window: int = 1
 
 
-# One configuration a kernel for operands of 16 bits, one for float32. Dots are never narrower than 64 (the scans over float32
-# values excepted): on Hopper with Triton 3.6, width 32 with 4 warps gave wrong gradients, and width 16 an illegal access.
+# One configuration a kernel for operands of 16 bits, one for float32. Outside the scans dots are never narrower than 64: on an
+# H200 with Triton 3.6, gradient_kernel at width 32 with 4 warps was wrong, and at width 16 read out of bounds.
 SETTINGS: dict[str, dict[str, int]] = {
     "solve": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
     "scan": {"BV": 64, "num_warps": 4, "num_stages": 3},
     "read": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
     "transposed_solve": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
     "scans": {"BV": 64, "num_warps": 4, "num_stages": 1},
-    "gradient": {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
+    "gradient": {"BK": 64, "BV": 128, "num_warps": 4, "num_stages": 1},
+    "window_gradient": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
     "response": {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
     "coupling": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
     "apply": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
@@ -537,6 +538,7 @@ SETTINGS_WIDE: dict[str, dict[str, int]] = {
     "transposed_solve": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
     "scans": {"BV": 16, "num_warps": 8, "num_stages": 1},
     "gradient": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
+    "window_gradient": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
     "response": {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
     "coupling": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
     "apply": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
@@ -555,10 +557,11 @@ def _settings(name: str, q: Tensor, v: Tensor, ranks: Ranks, form: Form) -> dict
     own["BV"] = min(own["BV"], max(64, block(V)))
     own["BK"] = min(own["BK"], max(64, block(K))) if "BK" in own else max(64, block(K))
     if name in ("scan", "scans") and q.dtype == torch.bfloat16:
-        if K > 128:
-            own |= {"num_warps": 8, "num_stages": 1}  # S^T [BV, K] and two operands as wide
-        elif ranks.documents * q.shape[2] * triton.cdiv(V, own["BV"]) < 64:
-            own |= {"BV": 32, "num_stages": 3 if name == "scan" else 2}  # few states: cut them finer
+        few = ranks.documents * q.shape[2] * triton.cdiv(V, own["BV"]) < 64  # states: cut them finer
+        if few or K > 128:
+            own |= {"BV": 32, "num_stages": 3 if name == "scan" and K <= 128 else 2}
+    if name == "gradient" and own["BV"] == 64:
+        own["num_warps"] = 8
     flags = {"SHIFT": int(form.shifted), "DECAYED": form.decayed, "AFTER": form.after, "W": form.window}
     flags |= {"WORK": tl.bfloat16 if work_dtype(q) == torch.bfloat16 else tl.float32, "WIDE": q.dtype == torch.float32}
     return {

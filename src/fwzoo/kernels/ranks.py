@@ -45,6 +45,16 @@ class Ranks:
     rows: Tensor | None
 
     @property
+    def sizes(self) -> list[int]:
+        """The numbers, as an operator can take them."""
+        return [self.batch, self.tokens, self.documents, self.overlap, self.segment, self.chunks, self.segments]
+
+    @property
+    def tables(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """The tensors, in the order of `ranks_of`."""
+        return self.docs, self.chunk_doc, self.segment_doc, self.rows
+
+    @property
     def stride(self) -> int:
         """Tokens of a chunk."""
         return CHUNK - self.overlap
@@ -66,6 +76,18 @@ class Ranks:
         at = (self.docs[:-1, 0] + lengths - back).clamp(0, flat.shape[0] - 1)
         row = at if self.rows is None else self.rows[at]
         return torch.where(there.view(-1, *[1] * (x.ndim - 2)), flat[row], 0), there
+
+
+def ranks_of(
+    sizes: list[int],
+    docs: Tensor | None,
+    chunk_doc: Tensor | None,
+    segment_doc: Tensor | None,
+    rows: Tensor | None,
+) -> Ranks:
+    """The inverse of `Ranks.sizes` and `Ranks.tables`."""
+    batch, tokens, documents, overlap, segment, chunks, segments = sizes
+    return Ranks(batch, tokens, documents, overlap, segment, chunks, segments, docs, chunk_doc, segment_doc, rows)
 
 
 def make_ranks(

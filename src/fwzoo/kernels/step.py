@@ -9,7 +9,6 @@ Imported only by the `triton` levels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,8 +21,6 @@ from .documents import select
 from .falcon.prepass import heads_of, top_direction
 from .falcon.rules import FalconState, Options
 from .gpu import block, on_device, read
-
-MOST_TOKENS = 16  # more are faster in chunks
 
 
 @triton.jit(do_not_specialize=["tokens", "rows"])
@@ -211,14 +208,6 @@ def _run(
     return o, new_S
 
 
-def allows(tensors: Sequence[Tensor | None], mask: Tensor | None, bounds: list[int] | None) -> bool:
-    """Whether these inputs are a few tokens that need no backward pass (with a mask, one token)."""
-    if bounds is not None or tensors[0] is None or torch.compiler.is_compiling():
-        return False
-    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    return not wanted and 1 <= tensors[0].shape[1] <= (MOST_TOKENS if mask is None else 1)
-
-
 def steps(
     q: Tensor,
     k: Tensor,
@@ -328,8 +317,8 @@ def _energies(x: Tensor, q: Tensor, options: Options) -> Tensor | None:
 
 def _pairs(k: Tensor, v: Tensor, state: FalconState, options: Options) -> tuple[Tensor, Tensor]:
     """The pairs of the tail and of every token: keys `[N, W - 1 + T, H, K]` and values `[N, W - 1 + T, H, V]`."""
-    if k.shape[1] == 1:
-        x, values = (state.key[:, None] if options.shifted else k), v
+    if k.shape[1] == 1 or options.window == 1:
+        x, values = (torch.cat([state.key[:, None], k[:, :-1]], 1) if options.shifted else k), v
         if options.window > 1:
             x, values = torch.cat([state.tail_x, x], 1), torch.cat([state.tail_v, v], 1)
         return x, values

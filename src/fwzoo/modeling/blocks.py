@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from .. import registry
-from ..kernels.contract import TRITON, check_cu_seqlens
+from ..kernels.contract import TRITON, check_cu_seqlens, few_tokens
 from ..kernels.costs import Cost
 from ..kernels.tiling import Tiling
 
@@ -105,11 +105,11 @@ class ShortConvolution(nn.Module):
 
         Returns: every part as `[B, T, H, size]`, and the new past.
         """
-        from ..kernels import convolution, step  # only here: fwzoo does not need triton
+        from ..kernels import convolution  # only here: fwzoo does not need triton
         from ..kernels.ranks import make_ranks
 
         bounds = check_cu_seqlens(cu_seqlens, parts[0])
-        if past is not None and parts[0].shape[1] == 1 and step.allows((*parts, self.weight, past), mask, bounds):
+        if past is not None and parts[0].shape[1] == 1 and few_tokens((*parts, self.weight, past), mask, bounds):
             found, new = convolution.convolution_step(parts, self.weight, past, mask, heads=sizes, norms=norms, eps=eps)
             return [x.unflatten(-1, (-1, size)) for x, size in zip(found, sizes, strict=True)], new
         ranks = make_ranks(parts[0], mask, bounds)

@@ -60,10 +60,11 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
     found, vector = gates(k, head_x, beta, ridge, first, count, ranks, options)
+    strength, upto, upto_low, _energy = found
     if options.window > 1:
-        o, S, solve = window_forward(q, k, head_x, v, head_v, first, *found[:3], S, ranks, _form(options))
+        o, S, solve = window_forward(q, k, head_x, v, head_v, first, strength, upto, upto_low, S, ranks, _form(options))
     else:
-        o, S, solve = delta_forward(q, k, head_x, v, *found[:3], S, ranks, _form(options))
+        o, S, solve = delta_forward(q, k, head_x, v, strength, upto, upto_low, S, ranks, _form(options))
     return o, S, solve, found, vector
 
 
@@ -109,13 +110,14 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
     d_o, d_S_out = d_o.contiguous(), d_S_out.contiguous()
+    strength, upto, upto_low, _energy = found
     if options.window > 1:
         d_q, d_k, d_head_x, d_v, d_head_v, d_strength, d_log_decay, d_S = window_backward(
-            q, k, head_x, v, head_v, first, *found[:3], S, solve, d_o, d_S_out, ranks, _form(options)
+            q, k, head_x, v, head_v, first, strength, upto, upto_low, S, solve, d_o, d_S_out, ranks, _form(options)
         )
     else:
         d_q, d_k, d_head_x, d_v, d_strength, d_log_decay, d_S = delta_backward(
-            q, k, head_x, v, *found[:3], S, solve, d_o, d_S_out, ranks, _form(options)
+            q, k, head_x, v, strength, upto, upto_low, S, solve, d_o, d_S_out, ranks, _form(options)
         )
         d_head_v = torch.zeros_like(head_v)
     d_beta, d_ridge = gates_backward(

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..gpu import block, key_pointers, of_chunk, on_device, read, row_of, tables
-from ..ranks import CHUNK, Ranks
+from ..ranks import CHUNK, Ranks, ranks_of
 from .rules import RULES, FalconState, Options
 
 SQUARINGS = tl.constexpr(24)
@@ -314,7 +314,7 @@ def _energy_backward(
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
     e, d = tl.arange(0, C), tl.arange(0, BK)
     r = i * (C - W + 1) - (W - 1) + e
-    own = (r < length) & ((e >= W - 1) | (i == 0))
+    own = (r < length) & ((e >= W - 1) | (i + e * 0 == 0))
     column = (d < K)[None, :]
     grad = tl.zeros([C, BK], tl.float32)
     if TOP:
@@ -513,7 +513,7 @@ def unpack(
     numbers: list[float],
 ) -> tuple[Ranks, Options]:
     """Tables and options from what an operator can take."""
-    ranks = Ranks(*sizes, docs, chunk_doc, segment_doc, rows)
+    ranks = ranks_of(sizes, docs, chunk_doc, segment_doc, rows)
     window, shifted, after, divide, coupled = flags
     return ranks, Options(
         RULES[rule], window, bool(shifted), bool(after), "beta" if divide else "eta", bool(coupled), *numbers
@@ -522,10 +522,6 @@ def unpack(
 
 def pack(ranks: Ranks, options: Options) -> tuple[Any, ...]:
     """The inverse of `unpack`."""
-    sizes = [
-        ranks.batch, ranks.tokens, ranks.documents, ranks.overlap, ranks.segment, ranks.chunks, ranks.segments
-    ]  # fmt: skip
     rule = next(name for name, rule in RULES.items() if rule == options.rule)
     flags = [options.window, options.shifted, options.read_after_write, options.step == "beta", options.scale_coupled]
-    tables = (ranks.docs, ranks.chunk_doc, ranks.segment_doc, ranks.rows)
-    return *tables, sizes, rule, [int(x) for x in flags], [options.eps, options.decay_floor]
+    return *ranks.tables, ranks.sizes, rule, [int(x) for x in flags], [options.eps, options.decay_floor]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import step
 from ..associative import Associative, Kept, segment_length
+from ..contract import few_tokens
 from ..gpu import custom
 from ..ranks import CHUNK, Ranks, make_ranks
 from .columns import Columns
@@ -53,7 +54,7 @@ def falcon_triton(
     """Triton form over `[B, T, H, .]`; arguments are those of `fwzoo.kernels.falcon`, checked."""
     if q.shape[1] == 0:
         return falcon_reference(q, k, v, beta, ridge, options, state, mask, bounds)
-    if step.allows((q, k, v, beta, ridge, *state), mask, bounds):
+    if few_tokens((q, k, v, beta, ridge, *state), mask, bounds):
         return step.falcon_steps(q, k, v, beta, ridge, options, state, mask)
     ranks = make_ranks(
         q,

@@ -669,7 +669,7 @@ def window_backward(
             q, k, head_x, S, S_again, d_S_out, d_S, *gates, from_S=from_S, residual_t=residual_t, to_r=to_r,
             d_residual_t=d_residual_t, d_o_t=d_o_t, borders_t=borders_t, d_borders_t=d_borders_t, **settings,
         )  # fmt: skip
-        settings = _settings("gradient", q, v, ranks, form)
+        settings = _settings("window_gradient", q, v, ranks, form)
         window_product_kernel[(M,)](
             k, head_x, v, head_v, first, d_o, responses=responses, d_responses=d_responses, borders_t=borders_t,
             d_borders_t=d_borders_t, d_v=d_v, d_head_v=d_head_v, carry_v=carry_v, **settings,
@@ -692,7 +692,7 @@ def window_backward(
             **left,
             **settings,
         )
-        settings = _settings("gradient", q, v, ranks, form)
+        settings = _settings("window_gradient", q, v, ranks, form)
         window_gradient_kernel[(M,)](
             q, k, head_x, d_o, *gates, residual_t=residual_t, d_residual_t=d_residual_t, borders_t=borders_t,
             d_borders_t=d_borders_t, d_couplings=d_couplings, d_q=d_q, d_k=d_k, d_head=d_head_x, carry_k=carry_k,

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from .. import step
+from ..contract import few_tokens
 from ..delta import Form, delta_backward, delta_forward, work_dtype
 from ..gpu import custom, into_chunks, out_of_chunks, prefix
-from ..ranks import CHUNK, Ranks, make_ranks
+from ..ranks import CHUNK, make_ranks, ranks_of
 from .reference import GatedDeltaState, gated_delta_reference
 
 
@@ -28,7 +29,7 @@ def gated_delta_triton(
     """Triton form over `[B, T, H, .]`; arguments are those of `fwzoo.kernels.gated_delta`, checked."""
     if q.shape[1] == 0:
         return gated_delta_reference(q, k, v, log_decay, beta, scale, state, mask, bounds)
-    if step.allows((q, k, v, log_decay, beta, state.S), mask, bounds):
+    if few_tokens((q, k, v, log_decay, beta, state.S), mask, bounds):
         o, S = step.steps(q, k, v, beta, log_decay, state.S, mask, scale=scale, regression=True)
         return o, GatedDeltaState(S)
     ranks = make_ranks(q, mask, bounds)
@@ -56,8 +57,9 @@ def _forward(
     sizes: list[int],
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    ranks, form = Ranks(*sizes, docs, chunk_doc, segment_doc, rows), Form(shifted=False, decayed=True, scale=scale)
-    return delta_forward(q, k, k, v, into_chunks(beta, ranks), *prefix(log_decay, ranks), S, ranks, form)
+    ranks, form = ranks_of(sizes, docs, chunk_doc, segment_doc, rows), Form(shifted=False, decayed=True, scale=scale)
+    upto, upto_low = prefix(log_decay, ranks)
+    return delta_forward(q, k, k, v, into_chunks(beta, ranks), upto, upto_low, S, ranks, form)
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, S: Tensor, *others: Any) -> Any:
@@ -88,10 +90,10 @@ def _backward(
     S_out: Tensor,
     solve: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    ranks, form = Ranks(*sizes, docs, chunk_doc, segment_doc, rows), Form(shifted=False, decayed=True, scale=scale)
-    gates = (into_chunks(beta, ranks), *prefix(log_decay, ranks))
+    ranks, form = ranks_of(sizes, docs, chunk_doc, segment_doc, rows), Form(shifted=False, decayed=True, scale=scale)
+    strength, (upto, upto_low) = into_chunks(beta, ranks), prefix(log_decay, ranks)
     d_q, d_k, _d_head, d_v, d_beta, d_log_decay, d_S = delta_backward(
-        q, k, k, v, *gates, S, solve, d_o.contiguous(), d_S_out.contiguous(), ranks, form
+        q, k, k, v, strength, upto, upto_low, S, solve, d_o.contiguous(), d_S_out.contiguous(), ranks, form
     )
     d_log_decay = out_of_chunks(d_log_decay, ranks, log_decay.dtype)
     return d_q, d_k, d_v, d_log_decay, out_of_chunks(d_beta, ranks, beta.dtype), d_S

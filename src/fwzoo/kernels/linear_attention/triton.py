@@ -9,9 +9,10 @@ from torch import Tensor
 
 from .. import step
 from ..associative import Associative, Kept, segment_length
+from ..contract import few_tokens
 from ..documents import select
 from ..gpu import custom, out_of_chunks, prefix
-from ..ranks import CHUNK, Ranks, make_ranks
+from ..ranks import CHUNK, Ranks, make_ranks, ranks_of
 from .reference import LinearAttentionState, linear_attention_reference
 
 
@@ -29,13 +30,10 @@ def linear_attention_triton(
     """Triton form over `[B, T, H, .]`; arguments are those of `fwzoo.kernels.linear_attention`, checked."""
     if q.shape[1] == 0:
         return linear_attention_reference(q, k, v, log_decay, normalize, eps, state, mask, bounds)
-    if q.shape[1] == 1 and step.allows((q, k, v, log_decay, *state), mask, bounds):
+    if q.shape[1] == 1 and few_tokens((q, k, v, log_decay, *state), mask, bounds):
         return _one_token(q, k, v, log_decay, normalize, eps, state, mask)
     ranks = make_ranks(q, mask, bounds, segment=segment_length(q.shape[0] * q.shape[1] // CHUNK, q.shape[2], q))
     q, k, v = (x.contiguous() for x in (q, k, v))
-    sizes = [
-        ranks.batch, ranks.tokens, ranks.documents, ranks.overlap, ranks.segment, ranks.chunks, ranks.segments
-    ]  # fmt: skip
     o, S, z, *_ = _linear_attention(
         q,
         k,
@@ -43,11 +41,8 @@ def linear_attention_triton(
         log_decay,
         state.S,
         state.z,
-        ranks.docs,
-        ranks.chunk_doc,
-        ranks.segment_doc,
-        ranks.rows,
-        sizes,
+        *ranks.tables,
+        ranks.sizes,
         normalize,
         eps,
     )
@@ -80,13 +75,11 @@ def _call(
     k: Tensor,
     v: Tensor,
     decay: Tensor,
-    tables: tuple[Any, ...],
-    sizes: list[int],
+    ranks: Ranks,
     normalize: bool,
     eps: float,
 ) -> Associative:
     """decay: the two halves of the log-decay's prefix, `[2, M, H, C]`."""
-    ranks = Ranks(*sizes, *tables)
     nothing, first = q.new_empty(0), torch.zeros(ranks.documents, dtype=torch.int32, device=q.device)
     strength = torch.ones_like(decay[0])
     return Associative(
@@ -109,13 +102,12 @@ def _forward(
     normalize: bool,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    tables = (docs, chunk_doc, segment_doc, rows)
-    ranks = Ranks(*sizes, *tables)
+    ranks = ranks_of(sizes, docs, chunk_doc, segment_doc, rows)
     if log_decay is None:
         decay = q.new_zeros(2, ranks.chunks, q.shape[2], CHUNK, dtype=torch.float32)
     else:
         decay = prefix(log_decay, ranks)
-    call = _call(q, k, v, decay, tables, sizes, normalize, eps)
+    call = _call(q, k, v, decay, ranks, normalize, eps)
     o, S, z, kept = call.forward(S, z)
     return o, S, z, *kept, decay
 
@@ -161,14 +153,14 @@ def _backward(
     seen: Tensor,
     decay: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    tables = (docs, chunk_doc, segment_doc, rows)
-    call = _call(q, k, v, decay, tables, sizes, normalize, eps)
+    ranks = ranks_of(sizes, docs, chunk_doc, segment_doc, rows)
+    call = _call(q, k, v, decay, ranks, normalize, eps)
     d_log_decay = q.new_empty(0)
 
     def through_gates(d_strength: Tensor, found: Tensor) -> None:
         nonlocal d_log_decay
         assert log_decay is not None
-        d_log_decay = out_of_chunks(found, call.ranks, log_decay.dtype)
+        d_log_decay = out_of_chunks(found, ranks, log_decay.dtype)
 
     d_q, d_k, d_v, _, _, d_S, d_z = call.backward(
         d_o,
