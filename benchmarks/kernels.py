@@ -132,8 +132,7 @@ def exact_gated_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) 
 
 def exact_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
     """The token loop: S_t = diag(exp g_t) S_{t-1} + k_t v_t^T."""
-    S, outputs = q.new_zeros(*q.shape[::2], q.shape[3], v.shape[3]), []
-    S = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3])
+    S, outputs = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3]), []
     for t in range(q.shape[1]):
         S = g[:, t].exp()[..., None] * S + k[:, t][..., None] * v[:, t][..., None, :]
         outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], S))

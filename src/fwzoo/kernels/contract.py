@@ -119,7 +119,9 @@ class Op:
     def resolve(
         self, level: str, tokens: int, tensors: Sequence[Tensor] = (), limit: str | None = None
     ) -> Callable[..., Any]:
-        """The implementation to run. Raises ValueError for a level that does not exist or cannot run.
+        """The implementation to run, the reference where there is no token.
+
+        Raises ValueError for a level that does not exist or cannot run.
 
         Args:
             level: as the caller gave it. tokens: T.
@@ -136,7 +138,7 @@ class Op:
             if (why := self.unavailable(level, tensors, limit)) is not None:
                 allowed = sorted(name for name in self.levels if self.unavailable(name, tensors, limit) is None)
                 raise ValueError(f"level is {level!r}, but {why}; use 'auto' or one of {allowed}")
-        return functools.partial(_without_autocast, self.levels[level])
+        return functools.partial(_without_autocast, self.levels[level if tokens else "reference"])
 
     def explain(self, tokens: int, tensors: Sequence[Tensor] = ()) -> Explanation:
         """What `auto` would do for a call of `tokens` tokens."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 from transformers.utils import logging
 
 from ..kernels.contract import overwriting_states, triton_cannot_run
@@ -171,7 +172,7 @@ class _Graph:
 def _holding(cache: FastWeightCache, layers: list[dict[str, Tensor]], copied: bool = False) -> FastWeightCache:
     """A cache like `cache` that holds these tensors."""
     made = FastWeightCache.__new__(FastWeightCache)
-    super(FastWeightCache, made).__init__(layers=[FastWeightLayer() for _ in layers])
+    Cache.__init__(made, layers=[FastWeightLayer() for _ in layers])
     for layer, tensors, like in zip(made.layers, layers, cache.layers, strict=True):
         layer.tensors = {name: x.clone() if copied else x for name, x in tensors.items()}
         layer.seen, layer.is_initialized = like.seen, True

@@ -15,7 +15,6 @@ from ..ranks import CHUNK, Ranks, make_ranks
 from .columns import Columns
 from .delta import regression
 from .prepass import Gates, gates, gates_backward, heads_of, inputs_backward, pack, unpack
-from .reference import falcon_reference
 from .residuals import residuals
 from .rules import RULES, FalconState, Options
 
@@ -52,8 +51,6 @@ def falcon_triton(
     bounds: list[int] | None,
 ) -> tuple[Tensor, FalconState]:
     """Triton form over `[B, T, H, .]`; arguments are those of `fwzoo.kernels.falcon`, checked."""
-    if q.shape[1] == 0:
-        return falcon_reference(q, k, v, beta, ridge, options, state, mask, bounds)
     if few_tokens((q, k, v, beta, ridge, *state), mask, bounds):
         return step.falcon_steps(q, k, v, beta, ridge, options, state, mask)
     ranks = make_ranks(

@@ -13,7 +13,7 @@ from ..contract import few_tokens
 from ..documents import select
 from ..gpu import custom, out_of_chunks, prefix
 from ..ranks import CHUNK, Ranks, make_ranks, ranks_of
-from .reference import LinearAttentionState, linear_attention_reference
+from .reference import LinearAttentionState
 
 
 def linear_attention_triton(
@@ -28,8 +28,6 @@ def linear_attention_triton(
     bounds: list[int] | None,
 ) -> tuple[Tensor, LinearAttentionState]:
     """Triton form over `[B, T, H, .]`; arguments are those of `fwzoo.kernels.linear_attention`, checked."""
-    if q.shape[1] == 0:
-        return linear_attention_reference(q, k, v, log_decay, normalize, eps, state, mask, bounds)
     if q.shape[1] == 1 and few_tokens((q, k, v, log_decay, *state), mask, bounds):
         return _one_token(q, k, v, log_decay, normalize, eps, state, mask)
     ranks = make_ranks(q, mask, bounds, segment=segment_length(q.shape[0] * q.shape[1] // CHUNK, q.shape[2], q))
