@@ -12,7 +12,8 @@ from ..contract import few_tokens
 from ..delta import Form, delta_backward, delta_forward, work_dtype
 from ..gpu import custom, into_chunks, out_of_chunks, prefix
 from ..ranks import CHUNK, make_ranks, ranks_of
-from .reference import GatedDeltaState, gated_delta_reference
+from .chunk import gated_delta_chunk
+from .reference import GatedDeltaState
 
 
 def gated_delta_triton(
@@ -28,7 +29,7 @@ def gated_delta_triton(
 ) -> tuple[Tensor, GatedDeltaState]:
     """Triton form over `[B, T, H, .]`; arguments are those of `fwzoo.kernels.gated_delta`, checked."""
     if q.shape[1] == 0:
-        return gated_delta_reference(q, k, v, log_decay, beta, scale, state, mask, bounds)
+        return gated_delta_chunk(q, k, v, log_decay, beta, scale, state, mask, bounds)
     if few_tokens((q, k, v, log_decay, beta, state.S), mask, bounds):
         o, S = step.steps(q, k, v, beta, log_decay, state.S, mask, scale=scale, regression=True)
         return o, GatedDeltaState(S)
