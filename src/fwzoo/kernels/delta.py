@@ -382,7 +382,7 @@ def gradient_kernel(
     slot = tl.arange(0, C)
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
     targets, _ok = key_pointers(d_k, d_head, rows, n, start, length, h, i * C + slot, H, K, W, SHIFT, MASKED)
-    ends = (i * C < length) & (i * C + C >= length)
+    ends = (i * C < length) & (i * C + C >= length)  # the document's last chunk
     last = d_k + (row_of(rows, start, length - 1, ends, MASKED) * H + h) * K
 
     s1 = tl.zeros([C, C], tl.float32)
@@ -486,7 +486,7 @@ def gradient_kernel(
             mask=valid[:, None] & (column < K)[None, :],
         )
         if SHIFT:  # nobody's pair key
-            tl.store(last + column, tl.zeros([BK], d_k.dtype.element_ty), mask=(column < K) & ends)
+            tl.store(last + column, tl.zeros([BK], d_k.dtype.element_ty), mask=(column < K) & (column * 0 + ends > 0))
 
     d_step += tl.cumsum(d_read - d_since, 0, reverse=True) - (0.0 if AFTER else d_read)
     d_step += tl.cumsum(d_seen, 0, reverse=True) - (0.0 if DECAYED else d_seen)

@@ -87,7 +87,6 @@ def _window_gram(coupling, s, C: tl.constexpr, W: tl.constexpr, BW: tl.constexpr
 def _advance(coupling, gain, kept, upto_s, s, p, R, hat, C: tl.constexpr, W: tl.constexpr, BW: tl.constexpr):
     """The token in slot s writes: its window's residuals e, then p, hat, and R as the next token finds them."""
     slot, column, age = tl.arange(0, C), tl.arange(0, 2 * C), tl.arange(0, BW)
-    inside = s + 1 < C
     e = tl.where((column[None, :] == s - age[:, None]) & (age < W)[:, None], 1.0, 0.0) - R
     move = tl.where((age[:, None] == age[None, :] + 1) & (age < W)[:, None], kept, 0.0)[:, :, None]
     p = tl.sum(move * p[None, :, :], 1) + gain * e
@@ -95,8 +94,8 @@ def _advance(coupling, gain, kept, upto_s, s, p, R, hat, C: tl.constexpr, W: tl.
     hat = tl.where((slot == s - (W - 1))[:, None], done[None, :], hat)
     inner = _window_gram(coupling, s, C, W, BW) * gain
     R = tl.sum(move * R[None, :, :], 1) + tl.sum(inner[:, :, None] * e[None, :, :], 1)
-    past = tl.load(coupling + (s + 1) * C + slot, mask=(slot <= s + 1 - W) & inside, other=0.0)
-    near = tl.load(coupling + (s + 1) * C + s - age, mask=(age < W - 1) & inside, other=0.0)
+    past = tl.load(coupling + (s + 1) * C + slot, mask=(slot <= s + 1 - W) & (slot * 0 + s + 1 < C), other=0.0)
+    near = tl.load(coupling + (s + 1) * C + s - age, mask=(age < W - 1) & (age * 0 + s + 1 < C), other=0.0)
     enter = tl.where(column == C + s + 1, upto_s, 0.0) + tl.sum(past[:, None] * hat, 0)
     enter += tl.sum(tl.where((age < W - 1)[:, None], near[:, None] * p, 0.0), 0)
     R = tl.where((age == 0)[:, None], enter[None, :], R)
@@ -134,9 +133,9 @@ def response_kernel(
             gain, kept, upto_s = _token(upto, upto_low, strength, index * C, s, WIDE)
             e, p, hat, R = _advance(coupling, gain, kept, upto_s, s, p, R, hat, C, W, BW)
             shown = s if AFTER else s + 1
-            weight = tl.load(score + shown * C + s - age, mask=(age < W - 1) & (shown < C), other=0.0)
+            weight = tl.load(score + shown * C + s - age, mask=(age < W - 1) & (age * 0 + shown < C), other=0.0)
             read = tl.sum(weight[:, None] * p, 0)
-            tl.store(band + shown * (2 * C) + column, read, mask=(column >= 0) & (shown < C))
+            tl.store(band + shown * (2 * C) + column, read, mask=column * 0 + shown < C)
         tl.debug_barrier()
         read = tl.load(band + slot[:, None] * (2 * C) + column[None, :])
         read = tl.dot(scores * reading, hat, read, input_precision=PRECISION)
@@ -374,22 +373,19 @@ def response_backward_kernel(
         tl.debug_barrier()
         for back in range(0, C - W + 1):
             s = C - 1 - back
-            inside = s + 1 < C
             shown = s if AFTER else s + 1
             gain, kept, _upto_s = _token(upto, upto_low, strength, index * C, s, WIDE)
             first_row = tl.sum(tl.where((age == 0)[:, None], d_R, 0.0), 0)
             tl.store(
                 lead + index * (2 * C * C) + (s + 1) * (2 * C) + column,
                 first_row.to(lead.dtype.element_ty),
-                mask=(column >= 0) & inside,
+                mask=column * 0 + s + 1 < C,
             )
-            past = tl.load(coupling + (s + 1) * C + slot, mask=(slot <= s + 1 - W) & inside, other=0.0)
+            past = tl.load(coupling + (s + 1) * C + slot, mask=(slot <= s + 1 - W) & (slot * 0 + s + 1 < C), other=0.0)
             d_hat += past[:, None] * first_row[None, :]
-            near = tl.load(coupling + (s + 1) * C + s - age, mask=(age < W - 1) & inside, other=0.0)
-            weight = tl.load(score + shown * C + s - age, mask=(age < W - 1) & (shown < C), other=0.0)
-            d_out = tl.load(d_read + shown * (2 * C) + column, mask=(column >= 0) & (shown < C), other=0.0).to(
-                tl.float32
-            )
+            near = tl.load(coupling + (s + 1) * C + s - age, mask=(age < W - 1) & (age * 0 + s + 1 < C), other=0.0)
+            weight = tl.load(score + shown * C + s - age, mask=(age < W - 1) & (age * 0 + shown < C), other=0.0)
+            d_out = tl.load(d_read + shown * (2 * C) + column, mask=column * 0 + shown < C, other=0.0).to(tl.float32)
             d_p += near[:, None] * first_row[None, :] + weight[:, None] * d_out[None, :]
             done = tl.sum(tl.where((slot == s - (W - 1))[:, None], d_hat, 0.0), 0)
             d_p += tl.where((age == W - 1)[:, None], done[None, :], 0.0)
@@ -398,9 +394,11 @@ def response_backward_kernel(
                 inner[:, :, None] * d_R[:, None, :], 0
             )  # over the gain
             e = tl.load(shown_e + s * (BW * 2 * C) + window, mask=inside_window, other=0.0).to(tl.float32)
-            before = tl.load(shown_p + (s - 1) * (BW * 2 * C) + window, mask=inside_window & (s > W - 1), other=0.0).to(
-                tl.float32
-            )
+            before = tl.load(
+                shown_p + (s - 1) * (BW * 2 * C) + window,
+                mask=inside_window & (column * 0 + s > W - 1)[None, :],
+                other=0.0,
+            ).to(tl.float32)
             down = tl.where((age[None, :] == age[:, None] + 1) & (age < W)[None, :], 1.0, 0.0)[:, :, None]
             up = tl.where((age[:, None] == age[None, :] + 1) & (age < W)[:, None], 1.0, 0.0)[:, :, None]
             p = kept * tl.sum(up * before[None, :, :], 1) + gain * e
@@ -552,7 +550,7 @@ def carry_kernel(
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
     slot = tl.arange(0, BW)
     rank = i * (C - W + 1) - (W - 1) + slot
-    shared = (slot < W - 1) & (i > 0)
+    shared = (slot < W - 1) & (slot * 0 + i > 0)
     to, ok = key_pointers(d_k, d_head, rows, n, start, length, h, rank, H, K, W, SHIFT, MASKED)
     column = tl.arange(0, BK)
     where = (shared & ok)[:, None] & (column < K)[None, :]
