@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from .. import registry
-from ..kernels.contract import TRITON, check_cu_seqlens, few_tokens
+from ..kernels.contract import TRITON, check_cu_seqlens, few_tokens, has_shape
 from ..kernels.costs import Cost
 from ..kernels.tiling import Tiling
 
@@ -74,6 +74,7 @@ class ShortConvolution(nn.Module):
         history = self.size - 1
         if past is None:
             past = x.new_zeros(documents, history, x.shape[2])
+        has_shape("past", past, (documents, history, x.shape[2]), "[N, size - 1, D]")
         if x.shape[1] == 0:
             return x, past
         if bounds is None and (mask is None or x.shape[1] == 1):
@@ -109,6 +110,8 @@ class ShortConvolution(nn.Module):
         from ..kernels.ranks import make_ranks
 
         bounds = check_cu_seqlens(cu_seqlens, parts[0])
+        if past is not None:
+            has_shape("past", past, (past.shape[0], self.size - 1, self.weight.shape[0]), "[N, size - 1, D]")
         if past is not None and parts[0].shape[1] == 1 and few_tokens((*parts, self.weight, past), mask, bounds):
             found, new = convolution.convolution_step(parts, self.weight, past, mask, heads=sizes, norms=norms, eps=eps)
             return [x.unflatten(-1, (-1, size)) for x, size in zip(found, sizes, strict=True)], new

@@ -7,6 +7,7 @@ An entry is memory * n * n + slot.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,20 @@ from .state import FwpkmState
 
 PAGE = 32 << 20  # bytes: a smaller pool is moved when it grows, a larger one grows by pages
 BLOCK = 1 << 19  # bytes of rows that a CPU changes at a time: they stay in its cache
+
+
+class _Read(torch.autograd.Function):
+    """`out`, which is sum_i weights_i rows_i, with the gradient of the weights: the same sum, and bits, with a graph as without."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, rows: Tensor, out: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (rows,) = ctx.saved_tensors
+        return torch.bmm(rows, grads[0][..., None].to(rows.dtype))[..., 0], None, None
 
 
 class Overlay:
@@ -46,7 +61,10 @@ class Overlay:
         """sum_i weights_i row_i: entries and weights `[X, k]` to `[X, V]`."""
         if torch.is_grad_enabled() and weights.requires_grad:  # backward needs these rows as they are now
             rows = self.get(entries.flatten()).view(*entries.shape, -1)
-            return torch.bmm(weights[:, None], rows)[:, 0]
+            return _Read.apply(weights, rows, self._read(entries, weights.detach()))
+        return self._read(entries, weights)
+
+    def _read(self, entries: Tensor, weights: Tensor) -> Tensor:
         found, place, _ = self._find(entries)
         slots = entries % self.size
         if self.entries.numel() == 0:
