@@ -160,12 +160,15 @@ class FwzooPreTrainedModel(PreTrainedModel):
         return hashed.hexdigest()[:32]
 
     @torch.no_grad()
-    def memorize(self, input_ids: Tensor, passes: int = 1, cache: FastWeightCache | None = None) -> FastWeightCache:
+    def memorize(
+        self, input_ids: Tensor, passes: int = 1, cache: FastWeightCache | None = None, piece: int | None = None
+    ) -> FastWeightCache:
         """Read a context `passes` times and write all of it into the memories of a cache.
 
         Args:
             input_ids: int64 `[B, T]`. passes: how often to read it.
             cache: the cache to go on with (it is updated in place); None begins a new one.
+            piece: tokens that are read at once, so that memory does not grow with T; None for all.
 
         Returns:
             The cache. The memories have written their last chunk too, though it may not be full.
@@ -174,11 +177,13 @@ class FwzooPreTrainedModel(PreTrainedModel):
             raise TypeError(f"passes is {passes!r}; it must be an int of at least 1")
         if passes < 1:
             raise ValueError(f"passes is {passes}; it must be at least 1")
+        if piece is not None and (isinstance(piece, bool) or not isinstance(piece, int) or piece < 1):
+            raise ValueError(f"piece is {piece!r}; it must be an int of at least 1, or None")
         decoder = self.get_decoder()
         cache = FastWeightCache(self.config) if cache is None else cache
         with generating():
-            for _ in range(passes):
-                decoder(input_ids, use_cache=True, **{CACHE_KEY: cache})
+            for part in input_ids.split(piece or max(1, input_ids.shape[1]), 1) * passes:
+                decoder(part, use_cache=True, **{CACHE_KEY: cache})
             for memory, held in decoder.fast_memories(cache):
                 held.write(**memory.flush(memory.state(held.read()))._asdict())
         return cache

@@ -1,0 +1,1 @@
+"""Evaluation: what a model's memory can do."""
