@@ -331,9 +331,6 @@ def test_an_interrupted_reading_goes_on(text: np.ndarray, tmp_path: Path, monkey
             os.kill(os.getpid(), signal.SIGINT)
         return windows(*arguments)
 
-    import os
-    import signal
-
     monkeypatch.setattr(perplexity, "_windows", stopping)
     with pytest.raises(Interrupted):
         perplexity.run(tmp_path / "cut", "hybrid", model, ids, settings, Console())

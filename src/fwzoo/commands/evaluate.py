@@ -135,7 +135,7 @@ def falcon(
 def recall(
     out: Out,
     layouts: Layouts = None,
-    state_bytes: Annotated[int, number("Bytes of state of every model.", int, 1)] = 32768,
+    state_bytes: Annotated[int, number("Bytes of state of every model.", int, 1)] = 40960,
     pairs: Annotated[int, number("Pairs at most in training.", int, 1)] = 64,
     test_pairs: Annotated[Any, numbers("Numbers of pairs to test.", 1)] = (4, 8, 16, 32, 48, 64, 96, 128),
     symbols: Annotated[int, number("Number of keys, and of values.", int, 2)] = 256,

@@ -72,7 +72,10 @@ def training_batch(step: int, batch_size: int, digits: int, seed: int) -> Batch:
 
 ARCHITECTURES = ("full_attention", "gated_delta", "falcon1a", "falcon3a", "falcon1")
 FALCON = {"step": "eta", "qk_norm": "rms"}
-"""The options of the Falcon rules that extrapolated best in the paper."""
+"""The options of the inner-product Falcon rules that extrapolated best in the paper.
+
+The regression rules keep `step="beta"`: their update is stable for a gain below 2 only, which an emitted step does not keep.
+"""
 
 
 @dataclass(frozen=True)
@@ -119,15 +122,21 @@ class Variant:
 
 
 def variants(layouts: Sequence[str]) -> dict[str, Variant]:
-    """A model for every layout, the Falcon rules with the published options."""
-    return {name: Variant(name, FALCON if "falcon" in name else {}) for name in layouts}
+    """A model for every layout."""
+    return {name: Variant(name, options_of(name)) for name in layouts}
+
+
+def options_of(layout: str) -> dict[str, Any]:
+    """The options of the Falcon rules in a layout, by the best published results."""
+    regression = any(rule in layout and f"{rule}a" not in layout for rule in ("falcon1", "falcon2", "falcon3"))
+    return FALCON if "falcon" in layout and not regression else {}
 
 
 def ablation(layout: str = "falcon3a") -> dict[str, Variant]:
     """The four models {read after, before the write} x {shifted, same-step pairs}."""
     made = {}
     for timing, pairing in itertools.product(("read_after_write", "read_before_write"), ("shifted", "same_step")):
-        made[f"{timing} {pairing}"] = Variant(layout, {**FALCON, "timing": timing, "pairing": pairing})
+        made[f"{timing} {pairing}"] = Variant(layout, {**options_of(layout), "timing": timing, "pairing": pairing})
     return made
 
 

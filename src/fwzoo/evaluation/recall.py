@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from ..configuration import FwzooConfig
 from ..modeling.cache import CACHE_KEY, FastWeightCache
+from .addition import options_of
 from .experiment import Experiment, figure, matched, mean_and_range, parameters_of, prepare
 from .training import IGNORED, Batch, Schedule
 
@@ -64,7 +65,7 @@ class Settings:
         asked: questions a row. symbols: number of keys, and of values.
     """
 
-    state_bytes: int = 32768
+    state_bytes: int = 40960
     pairs: int = 64
     test_pairs: tuple[int, ...] = (4, 8, 16, 32, 48, 64, 96, 128)
     asked: int = 32
@@ -131,7 +132,7 @@ def config_of(layout: str, settings: Settings, size: int, extra: int, intermedia
     elif "linear_attention" in layout:
         options |= {"linear_decay": "token"}
     if "falcon" in layout:
-        options |= {"step": "eta"}
+        options |= options_of(layout)
     return FwzooConfig.from_layout(layout, **fields, **options)
 
 
