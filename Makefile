@@ -8,9 +8,9 @@ INSTALL := -m pip install -q --disable-pip-version-check
 # Two pytest processes with one thread each: small tensors gain nothing from more threads a process.
 PYTEST_OPTIONS ?= -n 2
 # What depends on transformers; the operators do not.
-OLDEST_TESTS ?= tests/modeling tests/test_training.py tests/test_cli.py tests/test_bad_input.py tests/test_packaging.py tests/test_export.py
+OLDEST_TESTS ?= tests/modeling tests/test_training.py tests/test_cli.py tests/test_bad_input.py tests/test_packaging.py tests/test_export.py tests/test_serve.py tests/test_trainer.py
 
-.PHONY: setup quickstart test test-oldest conformance test-gpu lint typecheck bench clean
+.PHONY: setup quickstart test test-oldest conformance conformance-oldest bundles test-gpu lint typecheck bench clean
 
 setup: .venv/installed
 
@@ -39,6 +39,13 @@ test-oldest: $(OLDEST)/installed
 # transformers' own model tests on the zoo; fetches its source distribution into ~/.cache/fwzoo.
 conformance: setup
 	OMP_NUM_THREADS=1 $(BIN)/python tests/conformance/run.py $(PYTEST_OPTIONS)
+
+conformance-oldest: $(OLDEST)/installed
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python tests/conformance/run.py $(PYTEST_OPTIONS)
+
+# The bundle of every architecture in new environments with nothing but torch and transformers, oldest and newest.
+bundles: setup
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fresh_environments.py $(OLDEST_TRANSFORMERS)
 
 test-gpu: setup
 	$(BIN)/python -m pytest -m gpu

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from fwzoo.kernels import fwpkm
 from fwzoo.kernels.fwpkm import empty_state
 from fwzoo.kernels.fwpkm.chunk import Memory
-from fwzoo.kernels.fwpkm.state import Options, Overlay
+from fwzoo.kernels.fwpkm.overlay import Overlay
+from fwzoo.kernels.fwpkm.state import Options
 
 EPS, TOP_K = 1e-3, 8
 OPTIONS = Options(

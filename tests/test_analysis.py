@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -123,6 +124,24 @@ def test_a_report_says_what_the_memories_read(tmp_path: Path) -> None:
     assert strip.count("&lt;b&gt;") == 60 and "<b>" not in strip and "layer 2, fwmlp" in strip
     assert all(path.stat().st_size > 5000 for path in written[2:])
     assert "slots used" in str(report) and "mean gate" in str(report)
+
+
+@pytest.mark.parametrize("architecture", ["fwpkm", "fwmlp"])
+def test_a_report_is_the_same_at_every_level(architecture: str) -> None:
+    reports = []
+    for level in ("chunk", "reference"):
+        model = build(architecture).double()
+        model.config.kernel_level = level
+        reports.append(memory_report(model, ids(1, 30)).layers[1])
+    assert reports[0].top_slots == reports[1].top_slots and reports[0].growth == reports[1].growth
+    assert (reports[0].top_slots is None) == (architecture == "fwmlp")
+    assert reports[0].gate == pytest.approx(reports[1].gate)
+
+
+def test_a_level_that_does_not_tell_what_it_reads_is_refused(monkeypatch: Any) -> None:
+    monkeypatch.setattr(importlib.import_module("fwzoo.kernels.fwpkm.chunk"), "watching", lambda: False)
+    with pytest.raises(ValueError, match="kernel_level is 'auto', which does not tell what it reads"):
+        memory_report(build("fwpkm"), ids(1, 30))
 
 
 def test_inspect_writes_the_report_folder(tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:

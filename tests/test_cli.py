@@ -11,15 +11,18 @@ import time
 
 import pytest
 import torch
+from rich.progress import Progress
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 import fwzoo
+from compare import error
 from fwzoo import cli
 from fwzoo.commands.generate import Conversation
-from fwzoo.commands.memorize import read
+from fwzoo.commands.memorize import Meter
 from fwzoo.registry import architectures
+from fwzoo.training.data import encode
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 40
 TINY = ["--hidden-size", "32", "--layers", "2", "--heads", "2", "--sequence-length", "64", "--batch-size", "2"]
@@ -42,7 +45,7 @@ def fwzoo_command(monkeypatch, capsys):
 
 def process(*arguments, **options):
     return subprocess.run(
-        [sys.executable, "-m", "fwzoo.cli", *map(str, arguments)],
+        [sys.executable, "-m", "fwzoo", *map(str, arguments)],
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
@@ -200,7 +203,7 @@ def test_train_with_a_tokenizer_on_a_dataset(fwzoo_command, tmp_path, tokenizer_
 def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, text_file):
     out = tmp_path / "run"
     running = subprocess.Popen(
-        [sys.executable, "-m", "fwzoo.cli", "train", text_file, "--out", out, "--steps", "100000", *TINY],
+        [sys.executable, "-m", "fwzoo", "train", text_file, "--out", out, "--steps", "100000", *TINY],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -353,12 +356,33 @@ def test_memorize_and_generate_from_the_memory(fwzoo_command, model_folder, text
     assert remembered.rstrip("\n") == conversation.reply(12).rstrip("\n")
 
 
-def test_the_loss_of_a_pass_is_that_of_one_forward(model_folder, monkeypatch):
+def test_the_loss_of_a_pass_is_that_of_one_forward(model_folder):
     model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
-    monkeypatch.setattr("fwzoo.commands.memorize.PIECE", 7)
     tokens = torch.randint(3, 259, (1, 40))
-    found = read(model, fwzoo.FastWeightCache(model.config), tokens)
-    assert found == pytest.approx(model(tokens, labels=tokens).loss.item(), rel=1e-5)
+    with Progress(disable=True) as progress:
+        meter = Meter(model, tokens, progress, 1)
+        model.memorize(tokens, piece_size=7, on_piece=meter)
+    assert meter.losses == [pytest.approx(model(tokens, labels=tokens).loss.item(), rel=1e-5)]
+
+
+@pytest.mark.parametrize("architecture", ["fwpkm", "fwmlp"])
+def test_memorize_writes_the_tail_too(fwzoo_command, tmp_path, monkeypatch, architecture):
+    """The command's memory is that of `model.memorize` in one call: nothing is pending."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(architectures()[architecture].tiny()).double().eval()
+    model.save_pretrained(tmp_path / "model")
+    ByT5Tokenizer().save_pretrained(tmp_path / "model")
+    monkeypatch.setattr("fwzoo.commands.memorize.PIECE", 13)
+    text, out = tmp_path / "text.txt", tmp_path / "memory"
+    text.write_text(TEXT[:61], encoding="utf-8")
+    code, said, err = fwzoo_command("memorize", tmp_path / "model", "--text", text, "--passes", 2, "--out", out)
+    assert code == 0 and "pass 2: 61 tokens" in said, err
+    found = fwzoo.FastWeightCache.from_pretrained(out, model).state_dict()
+    tokens = torch.from_numpy(encode(ByT5Tokenizer(), TEXT[:61]))[None]
+    expected = model.memorize(tokens, passes=2).state_dict()
+    assert set(found) == set(expected)
+    assert not found["layers.1.feed_forward.count"].any() and not found["layers.1.feed_forward.real"].any()
+    assert all(error(found[name], x) < 1e-9 for name, x in expected.items())
 
 
 # --- Bad input -------------------------------------------------------------------------------------------------------

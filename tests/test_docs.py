@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "model_cards").glob("*.md")),
+    *sorted((ROOT / "examples").glob("*.md")),
     *sorted((ROOT / "benchmarks").glob("*.md")),
 ]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -44,26 +48,45 @@ def test_what_is_shown_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 def run_fences(page: Path, folder: Path, in_process: bool) -> None:
     """Run what a page shows; Python in a process of its own where the environment has to be read anew."""
-    for kind, code in fences(page):
-        if kind == "python" and in_process:
-            exec(compile(code, f"{page.name}", "exec"), {"__name__": "__main__"})
-        elif kind == "python":
-            done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=300)
-            assert done.returncode == 0, f"{code}\n{done.stderr}"
-        elif kind == "bash":
-            for line in code.splitlines():
-                run(line, folder)
+    jobs: list[subprocess.Popen[bytes]] = []
+    names = {"__name__": "__main__"}  # a page is read from top to bottom
+    try:
+        for kind, code in fences(page):
+            if kind == "python" and in_process:
+                exec(compile(code, f"{page.name}", "exec"), names)
+            elif kind == "python":
+                command = [sys.executable, "-c", code]
+                done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+                assert done.returncode == 0, f"{code}\n{done.stderr}"
+            elif kind == "bash":
+                for line in code.splitlines():
+                    run(line, folder, jobs)
+    finally:
+        for job in jobs:
+            job.kill()
 
 
-def run(line: str, folder: Path) -> None:
+def run(line: str, folder: Path, jobs: list[subprocess.Popen[bytes]]) -> None:
     """Run one command. `make` only says what it would do: this test is part of `make test` itself."""
     words = shlex.split(line, comments=True)
     if not words:
         return
+    if words[:2] == ["kill", "%1"]:
+        jobs[0].terminate()
+        assert jobs.pop(0).wait(timeout=60) in (0, -signal.SIGTERM), line
+        return
+    if words[-1] == "&":  # a server: it is ready when its port answers
+        jobs.append(subprocess.Popen([sys.executable, "-m", "fwzoo", *words[1:-1]], cwd=folder))
+        port = int(words[words.index("--port") + 1])
+        for _ in range(600):
+            if not socket.socket().connect_ex(("localhost", port)):
+                return
+            assert jobs[-1].poll() is None, line
+            time.sleep(0.1)
     if words[0] == "make":
         words, folder = ["make", "--dry-run", *words[1:]], ROOT
     elif words[0] == "fwzoo":
-        words = [sys.executable, "-m", "fwzoo.cli", *words[1:]]
+        words = [sys.executable, "-m", "fwzoo", *words[1:]]
     elif words[0] == "python":
         words = [sys.executable, *words[1:]]
         folder = ROOT

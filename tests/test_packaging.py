@@ -24,7 +24,7 @@ def test_version_is_written_once():
 
 def test_extras():
     extras = metadata.metadata("fwzoo").get_all("Provides-Extra")
-    assert set(extras) == {"train", "plot", "triton", "fla", "serve", "dev", "all"}
+    assert set(extras) == {"train", "plot", "eval", "triton", "fla", "serve", "dev", "all"}
 
 
 def test_no_optional_package_is_required_at_run_time():
@@ -75,7 +75,18 @@ def test_wheel_is_pure_python_and_complete(tmp_path):
 
 def test_makefile_has_the_targets():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    assert {"setup", "quickstart", "test", "lint", "typecheck", "test-gpu", "bench", "clean"} <= targets
+    assert {
+        "setup",
+        "quickstart",
+        "test",
+        "lint",
+        "typecheck",
+        "test-gpu",
+        "bench",
+        "bundles",
+        "conformance",
+        "clean",
+    } <= targets
 
 
 def test_continuous_integration_runs_the_makefile():

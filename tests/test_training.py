@@ -3,14 +3,29 @@
 import gzip
 import itertools
 import json
+import os
+import shutil
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.utils.data import DataLoader
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DataCollatorWithFlattening,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import fwzoo  # noqa: F401 (registers the architectures)
 from fwzoo.training.baselines import ByteModel
@@ -19,6 +34,8 @@ from fwzoo.training.data import (
     IGNORED_LABEL,
     Files,
     PackedRows,
+    Place,
+    Records,
     Row,
     Share,
     SourceError,
@@ -29,7 +46,8 @@ from fwzoo.training.data import (
     pack,
 )
 from fwzoo.training.sample_text import pydoc_topics
-from fwzoo.training.trainer import PackedTrainer, RunError, Schedule, train
+from fwzoo.training.trainer import PLACE_FILE, PackedTrainer, RunError, Schedule, train
+from rows import ROWS
 
 TOKENIZER = load_tokenizer("bytes")
 END = TOKENIZER.eos_token_id
@@ -167,6 +185,92 @@ def test_every_pass_holds_every_row():
     assert tokens[0] == tokens[1] == sorted(token for text in TEXTS for token in [*encode(TOKENIZER, text), END])
 
 
+# --- Going on where a run stopped ---
+
+
+def bpe():
+    """A small byte-level BPE tokenizer, trained on the spot."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=["<end>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+
+
+def text_files(folder):
+    """Two text files of several pieces, one of them compressed, and two files of JSON lines."""
+    long = "".join(f"line {i} – of a long file\r\n" for i in range(60))
+    (folder / "a.txt").write_bytes(long.encode())
+    with gzip.open(folder / "b.txt.gz", "wt") as file:
+        file.write(long.upper())
+    lines = [json.dumps({"text": text}) for text in TEXTS]
+    (folder / "c.jsonl").write_text("\n".join(lines[:12]) + "\n\n")
+    with gzip.open(folder / "d.json.gz", "wt") as file:
+        file.write("\n".join(lines[12:]))
+    return Files(tuple(str(path) for path in sorted(folder.iterdir())))
+
+
+def sources(folder):
+    folder.mkdir()
+    streamed = datasets.Dataset.from_dict({"text": TEXTS})
+    return {
+        "texts": Texts(TEXTS),
+        "files": text_files(folder),
+        "share": Share(text_files(folder), 3, held_out=False),
+        "records": Records(streamed.to_iterable_dataset(num_shards=3)),
+        "share-of-records": Share(Records(streamed), 4, held_out=True),
+    }
+
+
+@pytest.mark.parametrize("kind", ["texts", "files", "share", "records", "share-of-records"])
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, bpe()], ids=["bytes", "bpe"])
+@pytest.mark.parametrize("buffer", [5, 1024])
+def test_rows_go_on_from_every_place(tmp_path, monkeypatch, kind, tokenizer, buffer):
+    """After each number of rows, across the borders of pieces, documents, files and passes: the same rows follow."""
+    monkeypatch.setattr("fwzoo.training.data.PIECE_CHARACTERS", 100)
+    monkeypatch.setattr(PackedRows, "SHUFFLE_ROWS", buffer)
+    source = sources(tmp_path / "text")[kind]
+    rows = PackedRows(source, tokenizer, 31, seed=0)
+    rows.remember_every = 1
+    count = int(2.5 * rows.count_rows()) + 1
+    stream, whole, places = iter(rows), [], [Place()]
+    for _ in range(count):
+        whole.append(next(stream))
+        places.append(rows.place_after(len(whole)))
+    for done in [*range(0, count, 7), count - 1]:
+        places[done].save(tmp_path / "place")
+        again = PackedRows(source, tokenizer, 31, seed=0)
+        again.start = Place.load(tmp_path / "place")
+        for expected, row in zip(whole[done : done + 12], again, strict=False):
+            assert row.starts == expected.starts and np.array_equal(row.ids, expected.ids)
+
+
+def test_going_on_reads_nothing_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("fwzoo.training.data.PIECE_CHARACTERS", 100)
+    monkeypatch.setattr(PackedRows, "SHUFFLE_ROWS", 4)
+    (tmp_path / "a.txt").write_text("a line of text\n" * 1000)
+    rows = PackedRows(Files((str(tmp_path / "a.txt"),)), TOKENIZER, 32, seed=0)
+    rows.remember_every, stream = 100, iter(rows)
+    expected = [next(stream) for _ in range(410)][400:]
+    rows.place_after(400).save(tmp_path / "place")
+    read = []
+    monkeypatch.setattr(
+        "fwzoo.training.data.encode", lambda tokenizer, text: read.append(text) or encode(tokenizer, text)
+    )
+    rows.start = Place.load(tmp_path / "place")
+    assert all(np.array_equal(row.ids, again.ids) for row, again in zip(expected, rows, strict=False))
+    assert 0 < sum(map(len, read)) < 500
+
+
+def test_workers_share_the_rows():
+    rows = PackedRows(Texts(TEXTS), TOKENIZER, 32)
+    loader = DataLoader(rows, batch_size=None, num_workers=2)
+    assert sorted(row.ids.tolist() for row in loader) == sorted(row.ids.tolist() for row in rows)
+
+
 def test_training_on_no_text_is_an_error():
     with pytest.raises(SourceError, match="no text"):
         next(iter(PackedRows(Texts(["", ""]), TOKENIZER, 32, seed=0)))
@@ -270,9 +374,9 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(whole_run, tmp_path, m
 
 
 def test_resuming_with_another_place_in_the_data_is_noticed(whole_run, tmp_path, monkeypatch):
-    """The negative control of the test above: rows taken from the beginning give another curve."""
+    """The negative control of the test above: the row after the next one first gives another curve."""
     run(tmp_path, steps=4, warmup=2)
-    monkeypatch.setattr("transformers.trainer.skip_first_batches", lambda loader, count: loader)
+    monkeypatch.setattr("fwzoo.training.trainer.Place.load", lambda path: replace(Place(), rows=8))
     run(tmp_path, resume=True)
     assert curve(tmp_path)["train"][4:] != curve(whole_run[0])["train"][4:]
 
@@ -340,3 +444,112 @@ def test_options_of_the_run_train_too(tmp_path, whole_run, options):
     got, expected = (np.array(curve(out)["train"])[:, 1] for out in (tmp_path, whole_run[0]))
     tolerance = 0.05 if "bf16" in options else 1e-4
     np.testing.assert_allclose(got, expected, rtol=tolerance)
+
+
+# --- Every architecture, every report, transformers' own evaluation ---
+
+
+@pytest.mark.parametrize("name", ["lact", "fwpkm", "fwmlp", "everything"])
+def test_every_kind_of_module_goes_on_exactly(tmp_path, name):
+    """Four steps, and two after the checkpoint of the first two: the same bits, buffers with fast weights included."""
+
+    row = next(row for row in ROWS if row.name == name)
+
+    def go(out, resume=False):
+        rows = PackedRows(Texts(TEXTS), TOKENIZER, 48, seed=0)
+        schedule = Schedule(steps=4, batch_size=2, lr=3e-3, warmup=0, save_every=2, log_every=1)
+        train(row.model(), TOKENIZER, rows, out, schedule, resume=resume)
+        return weights(out)
+
+    whole = go(tmp_path / "whole")
+    (tmp_path / "again").mkdir()
+    shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "again" / "checkpoint-2")
+    again = go(tmp_path / "again", resume=True)
+    assert whole.keys() == again.keys() and all(torch.equal(x, again[name]) for name, x in whole.items())
+    assert curve(tmp_path / "again") == curve(tmp_path / "whole")
+
+
+def test_a_checkpoint_without_its_place_in_the_data_will_do(whole_run, tmp_path):
+    """It then reads what it skips."""
+    shutil.copytree(whole_run[0] / "checkpoint-4", tmp_path / "checkpoint-4")
+    (tmp_path / "checkpoint-4" / PLACE_FILE).unlink()
+    run(tmp_path, resume=True)
+    assert curve(tmp_path) == curve(whole_run[0])
+    assert Place.load(tmp_path / "checkpoint-8" / PLACE_FILE).rows == 16
+
+
+def test_tensorboard_gets_losses_and_health(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "runs"))
+    run(tmp_path, report_to=("tensorboard",))
+    events = EventAccumulator(str(tmp_path / "runs"))
+    events.Reload()
+    assert {"train/loss", "eval/bits_per_byte", "train/memory/gate/0", "train/memory/half_life/1"} <= set(
+        events.Tags()["scalars"]
+    )
+    losses = [event.value for event in events.Scalars("train/loss")]
+    assert losses == pytest.approx([loss * np.log(2) for _, loss in curve(tmp_path)["train"]], rel=1e-5)
+
+
+def test_trackio_gets_the_run_offline(tmp_path):
+    """From the command line, into trackio's local database: the folder is read from the environment at import."""
+    pytest.importorskip("trackio")
+    (tmp_path / "text.txt").write_text("some text to read. " * 100)
+    sizes = "--hidden-size 32 --layers 1 --heads 2 --sequence-length 64 --steps 2 --report-to trackio --out my-run"
+    words = [sys.executable, "-m", "fwzoo", "train", "text.txt", *sizes.split()]
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert any("my-run" in path.name for path in (tmp_path / "trackio").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"report_to": ("tensorbored",)}, "report_to is 'tensorbored'; allowed are 'tensorboard', 'trackio'"),
+        ({"fsdp": True}, "fsdp shards a model over the GPUs of several processes, but there is 1 process"),
+    ],
+)
+def test_what_a_run_cannot_do_is_said(tmp_path, changes, complaint):
+    with pytest.raises(RunError, match=complaint):
+        run(tmp_path, **changes)
+
+
+def test_a_report_that_is_not_installed_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RunError, match=r"report_to is 'trackio', which is not installed: pip install 'fwzoo\[track\]'"):
+        run(tmp_path, report_to=("trackio",))
+
+
+def test_several_processes_and_a_time_limit_exclude_each_other(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RunError, match=r"minutes is 0.1, but clocks of 2 processes differ"):
+        run(tmp_path, minutes=0.1)
+
+
+@pytest.mark.parametrize("name", ["falcon3a", "fwpkm", "everything"])
+def test_evaluation_with_metrics(tmp_path, name):
+    """The plain Trainer gathers logits of packed batches of different lengths, and no caches."""
+    model = next(row for row in ROWS if row.name == name).model()
+    rows = [{"input_ids": encode(TOKENIZER, text).tolist()} for text in TEXTS[:6]]
+    data = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+
+    def accuracy(prediction):
+        logits, labels = prediction.predictions[..., :-1, :], prediction.label_ids[..., 1:]
+        real = labels != IGNORED_LABEL
+        return {"accuracy": float((logits.argmax(-1) == labels)[real].mean()), "targets": int(real.sum())}
+
+    arguments = TrainingArguments(
+        str(tmp_path), per_device_eval_batch_size=2, use_cpu=True, report_to="none", disable_tqdm=True
+    )
+    trainer = Trainer(model=model, args=arguments, eval_dataset=rows, data_collator=data, compute_metrics=accuracy)
+    metrics = trainer.evaluate()
+    assert metrics["eval_targets"] == sum(len(row["input_ids"]) - 1 for row in rows)
+    with torch.no_grad():
+        right = 0
+        for row in rows:
+            ids = torch.tensor([row["input_ids"]])
+            right += int((model(ids, use_cache=False).logits[0, :-1].argmax(-1) == ids[0, 1:]).sum())
+    assert metrics["eval_accuracy"] == pytest.approx(right / metrics["eval_targets"], abs=0.01)

@@ -1,5 +1,6 @@
 """The command `fwzoo`: its options, and how a complaint about them looks. What it does is in `fwzoo.commands`."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -27,7 +28,8 @@ def main() -> NoReturn:
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except _UsageError as error:
-        print(f"fwzoo: {error.format_message()}", file=sys.stderr)
+        if int(os.environ.get("RANK", 0)) == 0:  # every process of torchrun finds the same
+            print(f"fwzoo: {error.format_message()}", file=sys.stderr)
         sys.exit(2)
     except (typer.Abort, KeyboardInterrupt):
         print("fwzoo: interrupted", file=sys.stderr)
@@ -104,11 +106,21 @@ def train(
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Recompute layers in the backward pass to save memory.")
     ] = False,
+    report_to: Annotated[
+        list[str] | None,
+        typer.Option(help="`tensorboard` or `trackio`: send the numbers there too; may be given again."),
+    ] = None,
+    fsdp: Annotated[
+        bool, typer.Option("--fsdp", help="Under torchrun: shard the model over the processes (FSDP2).")
+    ] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run in --out; its options need not be repeated.")
     ] = False,
 ) -> None:
-    """Train an architecture on text. Ctrl-C saves a checkpoint from which --resume goes on exactly."""
+    """Train an architecture on text. Ctrl-C saves a checkpoint from which --resume goes on exactly.
+
+    On several GPUs or machines: torchrun --nproc-per-node 8 -m fwzoo train ...
+    """
     from fwzoo.commands.train import run
 
     run(context)
@@ -174,6 +186,91 @@ def inspect(
 
 
 @app.command()
+def capacity(
+    key_size: Annotated[int, _number("Size of keys, and of the memories' values.", int, 4, 1024)] = 64,
+    pairs: Annotated[int, _number("Stored pairs at most.", int, 64, 100_000_000)] = 2_000_000,
+    queries: Annotated[int, _number("Stored keys that are asked for, at least.", int, 1, 4096)] = 256,
+    seed: Annotated[int, _number("Seed of keys and values.", int, 0)] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for capacity.json and the log-log plot capacity.png.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Measure how many key-value pairs formulas and the zoo's memories hold: table, plot and JSON, under a minute."""
+    from fwzoo.commands.capacity import run
+
+    run(key_size, pairs, queries, seed, out, as_json)
+
+
+@app.command()
+def cost(
+    layout: Annotated[str, typer.Argument(help="A layout such as gdn*3,fa; options follow as :FIELD=VALUE.")],
+    length: Annotated[
+        list[int] | None, _number("Context in tokens; may be given again (default: 4096).", int, 5)
+    ] = None,
+    layers: Annotated[int, _number("Number of layers.", int, 1)] = 12,
+    hidden_size: Annotated[int, _number("Width of the model.", int, 1)] = 768,
+    heads: Annotated[int, _number("Heads a layer; they divide the width.", int, 1)] = 12,
+    vocab_size: Annotated[int, _number("Number of tokens.", int, 1)] = 32000,
+    float32: Annotated[
+        bool, typer.Option("--float32", help="Weights and activations of 4 bytes instead of 2.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for cost.json and the plot cost.png.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Show what a layout costs: parameters, FLOPs and bytes moved a token, bytes of state; layer by layer."""
+    from fwzoo.commands.cost import run
+
+    sizes = {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden_size,
+        "num_attention_heads": heads,
+        "vocab_size": vocab_size,
+    }
+    run(layout, length or [4096], sizes, float32, out, as_json)
+
+
+@app.command()
+def compare(
+    text: Annotated[
+        list[str] | None,
+        typer.Argument(help="Text or JSON-lines files (default: text that ships with Python)."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the runs, compare.json and compare.png.")] = Path(
+        "fwzoo-compare"
+    ),
+    layout: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A layout, options behind it as :FIELD=VALUE; may be given again (default: softmax, linear and decaying "
+            "linear attention, gated delta, Falcon-1A, Falcon-3A). The first one sets the number of parameters."
+        ),
+    ] = None,
+    hidden_size: Annotated[int, _number("Width of the models.", int, 1)] = 64,
+    layers: Annotated[int, _number("Number of layers.", int, 1)] = 2,
+    heads: Annotated[int, _number("Heads a layer; they divide the width.", int, 1)] = 4,
+    steps: Annotated[int, _number("Optimiser steps.", int, 1)] = 600,
+    sequence_length: Annotated[int, _number("Tokens a row.", int, 8)] = 256,
+    batch_size: Annotated[int, _number("Rows a step.", int, 1)] = 4,
+    lr: Annotated[float, _number("Peak learning rate.", float, above=0)] = 4e-3,
+    seeds: Annotated[int, _number("Runs of every layout, with seeds 0, 1, ...", int, 1, 100)] = 1,
+    context: Annotated[
+        list[int] | None, _number("Tokens at which to give bytes of state (default: 512 4096 32768).", int, 5)
+    ] = None,
+    tokenizer: Annotated[str, typer.Option(help="`bytes`, or a folder or Hub name of a tokenizer.")] = "bytes",
+    eval_rows: Annotated[int, _number("Rows of held-out text at most.", int, 1)] = 64,
+) -> None:
+    """Train several layouts under one budget on a text and compare them. Interrupted, the same command goes on."""
+    from fwzoo.commands.compare import run
+    from fwzoo.evaluation.compare import DEFAULT
+
+    sizes = {"hidden_size": hidden_size, "layers": layers, "heads": heads}
+    budget = (steps, sequence_length, batch_size, lr, seeds)
+    contexts = sorted(set(context or [512, 4096, 32768]))
+    run(text or [], layout or list(DEFAULT), out, sizes, *budget, contexts, tokenizer, eval_rows)
+
+
+@app.command()
 def archs() -> None:
     """List the registered architectures."""
     from fwzoo.commands.info import archs
@@ -216,6 +313,22 @@ def memorize(
 
 
 @app.command()
+def serve(
+    model: Model,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="Start every conversation with a memory that `memorize` made: a folder or a Hub name."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="The address to listen on; 0.0.0.0 lets other machines in.")] = "localhost",
+    port: Annotated[int, _number("The port to listen on.", int, 1, 65535)] = 8000,
+) -> None:
+    """Answer over HTTP as OpenAI's API does: chats and completions, streamed or not."""
+    from fwzoo.commands.serve import run
+
+    run(model, memory, host, port)
+
+
+@app.command()
 def push(
     model: Model,
     repository: Annotated[str, typer.Argument(help="USER/NAME on the Hub; created when it does not exist.")],
@@ -243,7 +356,3 @@ def card(
     from fwzoo.commands.hub import card
 
     card(model, out, name, license=license, language=language, base_model=base_model)
-
-
-if __name__ == "__main__":
-    main()

@@ -81,6 +81,11 @@ def saved(config: Any, folder: Any) -> None:
         function(config, folder)
 
 
+def writes_code() -> bool:
+    """Whether saving writes the model's code: true of the package, false of the code that it writes."""
+    return bool(_ON_SAVE)
+
+
 def architectures() -> dict[str, type[FwzooConfig]]:
     """Every registered architecture: model type to configuration class, in order of registration."""
     return dict(_ARCHITECTURES)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -116,6 +120,37 @@ def test_gradients_of_pkm(level: str) -> None:
     leaves = [x.requires_grad_() for x in (tokens["q"], weights["keys"], weights["values"])]
     for score in ("dot", "idw"):
         assert torch.autograd.gradcheck(lambda *x, s=score: pkm(*x, top_k=3, score=s, level=level), leaves)
+
+
+@LEVELS
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_sparse_gradient_holds_the_rows_read_and_equals_the_dense_one(level: str, dtype: torch.dtype) -> None:
+    tokens, weights = draw("fwpkm", 2, 9, n=12, dtype=dtype)
+    grads = []
+    for sparse in (False, True):
+        leaves = [x.clone().requires_grad_() for x in (tokens["q"], weights["keys"], weights["values"])]
+        v, slots, _ = pkm(*leaves, top_k=3, sparse_grad=sparse, return_slots=True, level=level)
+        v.square().sum().backward()
+        grads.append([x.grad for x in leaves])
+    dense, sparse_grad = grads[0][2], grads[1][2]
+    assert sparse_grad.layout == torch.sparse_coo and sparse_grad.dtype == dtype
+    assert torch.equal(sparse_grad._indices()[0], slots.unique()) and slots.unique().numel() < 144
+    assert error(sparse_grad.to_dense(), dense) < (1e-14 if dtype == torch.float64 else 1e-2)
+    assert all(error(a, b) == 0 for a, b in zip(grads[0][:2], grads[1][:2], strict=True))
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_a_sparse_gradient_allocates_no_second_table(sparse: bool) -> None:
+    """The largest allocation of forward and backward; the control is the dense gradient."""
+    q, keys = torch.randn(1, 64, 2, 16, requires_grad=True), torch.randn(2, 2, 128, 8, requires_grad=True)
+    values = torch.randn(128 * 128, 64, requires_grad=True)
+    pkm(q, keys, values, top_k=8, sparse_grad=sparse).sum()
+    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        pkm(q, keys, values, top_k=8, sparse_grad=sparse).sum().backward()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    rows = values.grad._nnz() if sparse else 128 * 128
+    alive = max(itertools.accumulate(event.nbytes() for event in events))
+    assert (0 < alive < values.numel() * 4 / 2) == sparse and rows <= (64 * 2 * 8 if sparse else 128 * 128)
 
 
 @LEVELS
@@ -307,9 +342,63 @@ def test_only_rows_that_were_written_are_held() -> None:
         own = slots[g][slots[g] >= 0]
         assert torch.equal(own, own.unique()) and set(differs.tolist()) <= set(own.tolist())
         assert own.numel() <= 40 * 2 * 3
-    held = int((slots >= 0).sum())
-    assert held <= state.shared_rows.shape[0] < 2 * held
+    assert state.shared_rows.shape[0] == int((slots >= 0).sum())
     assert torch.equal(weights["values"], before)
+
+
+PEAK = """
+import importlib, resource, sys, torch
+from fwzoo.kernels import fwpkm
+overlay = importlib.import_module("fwzoo.kernels.fwpkm.overlay")
+overlay.PAGE = int(sys.argv[1])
+torch.manual_seed(0)
+torch.set_num_threads(1)
+n, V, batch, tokens = 256, 256, 8, 1024
+keys, values = 2 * torch.rand(2, 1, n, 32) - 1, 0.02 * torch.randn(n * n, V)
+q, v, gate = torch.randn(batch, tokens, 1, 64) / 2, torch.randn(batch, tokens, V), torch.rand(batch, tokens)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+with torch.no_grad():
+    o, state = fwpkm(q, v, gate, keys, values, chunk_size=64)
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+written = int((state.slots < n * n).sum())
+print(peak * 1024, written, state.shared_rows.shape[0], values.numel() * 4, sum(x.numel() * x.element_size() for x in state))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="measures resident memory as Linux counts it")
+@pytest.mark.parametrize("page", [2 << 20, 1 << 40], ids=["pages", "moved as a whole"])
+def test_the_peak_is_the_rows_written_and_never_a_second_table(page: int) -> None:
+    """Resident memory of a process: a batch of 8, a pool of many pages; the control moves the whole pool when it grows."""
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+    command = [sys.executable, "-c", PEAK, str(page)]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    peak, written, rows, table, state = map(int, said.split())
+    row = 256 * 4
+    assert rows == written and table // 2 < rows * row < table
+    assert state <= rows * row + 8 * 3 * 8 * 8192 + 4 * (
+        1 << 20
+    )  # slot lists of at most 8,192 places; keys and pending
+    # in flight: what was read and the same as one tensor, a page, and a chunk's scores and changes
+    limit = rows * row + 2 * 8 * 1024 * row + 8 * (1 << 20)
+    assert (peak < min(limit, table)) == (page == 2 << 20), (peak, limit, table)
+
+
+def test_a_pool_of_many_pages_is_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of three rows: growing, sharing, evicting and any cut of calls give what one page gives."""
+    tokens, weights = draw("fwpkm", 3, 41, n=12)
+    results = []
+    for page in (64 << 20, 3 * 5 * 8):
+        for name in ("PAGE", "BLOCK"):
+            monkeypatch.setattr(importlib.import_module("fwzoo.kernels.fwpkm.overlay"), name, page)
+        for options in ({}, {"max_slots": 20, "evict": True}):
+            whole, state = call("fwpkm", tokens, weights, **options)
+            a, half = call("fwpkm", part(tokens, slice(None), slice(0, 18)), weights, **options)
+            b, pieces = call("fwpkm", part(tokens, slice(None), slice(18, 41)), weights, state=half, **options)
+            assert error(torch.cat([a, b], 1), whole) < 1e-12 and same(pieces, state, weights)
+            assert state.shared_rows.shape[0] == int((state.slots < 144).sum())
+            results.append((whole, state))
+    for (o, state), (other, paged) in zip(results[:2], results[2:], strict=True):
+        assert error(other, o) < 1e-12 and same(paged, state, weights)
 
 
 def test_copies_share_rows_until_they_write() -> None:

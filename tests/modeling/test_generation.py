@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from test_model import ids
-from transformers import LogitsProcessor, LogitsProcessorList, TextStreamer
+from transformers import ByT5Tokenizer, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList, TextStreamer
+from transformers.generation.streamers import BaseStreamer
 
 import fwzoo
 from compare import error
@@ -94,7 +95,16 @@ def test_continuing_from_a_returned_cache_equals_from_scratch(row: Row) -> None:
 def test_embeddings_as_prompt(row: Row) -> None:
     model, prompt = row.model(), ids(2, 11)
     embeds = model.get_input_embeddings()(prompt)
-    assert torch.equal(model.generate(inputs_embeds=embeds, **GREEDY), model.generate(prompt, **GREEDY)[:, 11:])
+    expected = model.generate(prompt, **GREEDY)
+    assert torch.equal(model.generate(inputs_embeds=embeds, **GREEDY), expected[:, 11:])
+    assert torch.equal(model.generate(inputs_embeds=embeds, use_cache=False, **GREEDY), expected[:, 11:])
+    assert torch.equal(model.generate(prompt, inputs_embeds=embeds, **GREEDY), expected)
+    beams = {"num_beams": 2, **GREEDY, "max_new_tokens": 5}
+    assert torch.equal(model.generate(inputs_embeds=embeds, **beams), model.generate(prompt, **beams)[:, 11:])
+    first = model.generate(inputs_embeds=embeds, return_dict_in_generate=True, **{**GREEDY, "max_new_tokens": 6})
+    read = torch.cat([prompt, first.sequences], 1)
+    cache = getattr(first, CACHE_KEY)
+    assert torch.equal(model.generate(read, **{CACHE_KEY: cache}, **{**GREEDY, "max_new_tokens": 14}), expected)
 
 
 @rows
@@ -113,30 +123,113 @@ def test_two_requests_do_not_share_a_state(row: Row) -> None:
     assert torch.equal(model.generate(ids(1, 8, seed=1), **GREEDY), alone)
 
 
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sample": {"do_sample": True, "num_return_sequences": 2},
+    "beam": {"num_beams": 3, "num_return_sequences": 2},
+    "beam-sample": {"num_beams": 2, "do_sample": True},
+}
+
+
+@rows
+@pytest.mark.parametrize(("mode", "use_cache"), [*((mode, True) for mode in MODES), ("beam", False)])
+def test_outputs_have_their_shapes_and_are_those_of_one_forward(row: Row, mode: str, use_cache: bool) -> None:
+    model, prompt, new = row.model(), ids(2, 7), 4
+    options = {**GREEDY, "max_new_tokens": new, **MODES[mode]}
+    torch.manual_seed(3)
+    out = model.generate(
+        prompt,
+        use_cache=use_cache,
+        return_dict_in_generate=True,
+        output_scores=True,
+        output_logits=True,
+        output_hidden_states=True,
+        **options,
+    )
+    beams, returned = options.get("num_beams", 1), options.get("num_return_sequences", 1)
+    lanes = 2 * (beams if beams > 1 else returned)
+    assert out.sequences.shape == (2 * returned, 7 + new)
+    assert torch.equal(out.sequences[:, :7], prompt.repeat_interleave(returned, 0))
+    assert len(out.scores) == len(out.logits) == len(out.hidden_states) == new
+    assert all(x.shape == (lanes, 384) for x in (*out.scores, *out.logits))
+    for step, hidden in enumerate(out.hidden_states):
+        width = 7 if step == 0 else 1 if use_cache else 7 + step
+        assert [x.shape for x in hidden] == [(lanes, width, 32)] * (len(row.config().mixers) + 1)
+    cache = getattr(out, CACHE_KEY)
+    assert (isinstance(cache, fwzoo.FastWeightCache) and cache.get_seq_length() == 6 + new) if use_cache else not cache
+    logits = torch.stack(out.logits, 1)
+    if beams == 1:
+        assert error(logits, model(out.sequences).logits[:, 6:-1]) < 1e-4
+        if mode == "greedy":
+            assert torch.equal(out.sequences[:, 7:], logits.argmax(-1))
+    else:
+        assert out.sequences_scores.shape == (2 * returned,) and out.beam_indices.shape == (2 * returned, new)
+        chosen = out.beam_indices[:, :, None, None].expand(-1, -1, 1, 384)
+        along = torch.stack([logits[chosen[:, step, 0, 0], step] for step in range(new)], 1)
+        assert error(along, model(out.sequences).logits[:, 6:-1]) < 1e-4
+
+
+@rows
+def test_processors_do_not_depend_on_the_cache(row: Row) -> None:
+    model, prompt = row.model(), ids(2, 9)
+    rules = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "bad_words_ids": [[5], [7, 9]], "min_new_tokens": 6}
+    rules["logits_processor"] = LogitsProcessorList([Forbid()])
+    options = {**GREEDY, "max_new_tokens": 8, "eos_token_id": 250, "pad_token_id": 0, **rules}
+    found = model.generate(prompt, **options)
+    assert torch.equal(found, model.generate(prompt, use_cache=False, **options))
+    assert (found[:, 9:15] >= 200).all() and not (found[:, 9:15] == 250).any()
+
+
+@rows
+def test_streams_and_stops(row: Row) -> None:
+    """A streamer gets the prompt and then every token; stopping criteria and stop strings end the text."""
+    model, prompt, tokenizer = row.model(), ids(1, 8), ByT5Tokenizer()
+    got: list[int] = []
+
+    class Collect(BaseStreamer):
+        def put(self, value: torch.Tensor) -> None:
+            got.extend(value.flatten().tolist())
+
+        def end(self) -> None:
+            got.append(-1)
+
+    whole = model.generate(prompt, streamer=Collect(), **GREEDY)
+    assert got == [*whole[0].tolist(), -1]
+    criterion = StoppingCriteriaList([lambda tokens, scores: torch.full(tokens.shape[:1], tokens.shape[1] >= 12)])
+    assert torch.equal(model.generate(prompt, stopping_criteria=criterion, **GREEDY), whole[:, :12])
+    printable: dict[str, Any] = {"logits_processor": LogitsProcessorList([Printable()]), **GREEDY}
+    whole = model.generate(prompt, **printable)
+    text = tokenizer.convert_ids_to_tokens(whole[0, 8:].tolist())
+    stopped = model.generate(prompt, stop_strings=text[4], tokenizer=tokenizer, **printable)
+    assert torch.equal(stopped, whole[:, : 8 + text.index(text[4]) + 1])
+
+
+def test_text_streams_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    ROWS[0].model().generate(ids(1, 8), streamer=TextStreamer(ByT5Tokenizer()), **GREEDY)
+    assert capsys.readouterr().out
+
+
+class Printable(LogitsProcessor):
+    """Only tokens of printable ASCII."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, :35] = scores[:, 130:] = -torch.inf
+        return scores
+
+
 class Forbid(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores[:, :200] = -torch.inf
         return scores
 
 
-def test_dict_outputs_processors_and_streaming(capsys: pytest.CaptureFixture[str]) -> None:
-    from transformers import ByT5Tokenizer
-
-    model, prompt = ROWS[0].model(), ids(1, 8)
-    out = model.generate(
-        prompt,
-        logits_processor=LogitsProcessorList([Forbid()]),
-        return_dict_in_generate=True,
-        output_scores=True,
-        output_logits=True,
-        output_hidden_states=True,
-        **GREEDY,
-    )
-    assert (out.sequences[:, 8:] >= 200).all()
-    assert len(out.scores) == len(out.logits) == len(out.hidden_states) == 20
-    assert out.scores[0].shape == (1, 384) and out.hidden_states[1][0].shape == (1, 1, 32)
-    model.generate(prompt, streamer=TextStreamer(ByT5Tokenizer()), **GREEDY)
-    assert capsys.readouterr().out
+def test_generation_with_a_compiled_forward() -> None:
+    model, prompt = ROWS[1].model(num_hidden_layers=1), ids(2, 9)
+    options = {**GREEDY, "max_new_tokens": 3}
+    expected = model.generate(prompt, **options)
+    torch._dynamo.reset()
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert torch.equal(model.generate(prompt, **options), expected)
 
 
 def test_a_stock_cache_is_refused() -> None:
@@ -160,7 +253,7 @@ def test_both_names_of_the_cache_work() -> None:
 
 
 def test_pipeline() -> None:
-    from transformers import ByT5Tokenizer, pipeline
+    from transformers import pipeline
 
     text = pipeline("text-generation", model=ROWS[3].model(), tokenizer=ByT5Tokenizer())("Hello", max_new_tokens=5)
     assert text[0]["generated_text"].startswith("Hello")

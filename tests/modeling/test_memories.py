@@ -81,8 +81,8 @@ def test_the_cache_holds_the_rows_a_sequence_wrote() -> None:
     sizes = [stream(model, ids(1, n), [])[1].nbytes for n in (1, 20, 40, 80, 160)]
     assert sizes == sorted(sizes) and sizes[-1] > sizes[0]
     for n, size in zip((20, 40, 80, 160), sizes[1:], strict=True):
-        # at most n * top_k rows and three numbers for each, rounded up to powers of two
-        assert size - sizes[0] <= 2 * n * model.config.fwpkm_top_k * (row_bytes + 24)
+        # at most n * top_k rows, and three numbers for each in lists of a power of two
+        assert size - sizes[0] <= n * model.config.fwpkm_top_k * (row_bytes + 48)
     assert sizes[-1] - sizes[0] < 64 * 64 * row_bytes
 
 
@@ -94,6 +94,30 @@ def test_beams_share_rows() -> None:
     cache.batch_repeat_interleave(4)
     cache.reorder_cache(torch.tensor([3, 1, 1, 0]))
     assert cache.layers[1].tensors["feed_forward.shared_rows"] is rows and cache.batch_size == 4
+
+
+@torch.no_grad()
+def test_selecting_sequences_drops_the_rows_of_the_others() -> None:
+    model = build("fwpkm", fwpkm_subkeys=64)
+    tokens, follow = ids(4, 80), ids(2, 30, seed=1)
+    _, cache = stream(model, tokens, [])
+    rows = cache.layers[1].tensors["feed_forward.shared_rows"]
+    before = cache.nbytes
+    keep = torch.tensor([3, 1])
+    cache.batch_select_indices(keep)
+    tensors = cache.layers[1].tensors
+    held, kept = int((tensors["feed_forward.slots"] < 64 * 64).sum()), tensors["feed_forward.shared_rows"]
+    assert kept.shape[0] == held < rows.shape[0]
+    assert before - cache.nbytes >= (rows.shape[0] - held) * rows.shape[1] * 4
+    expected = stream(model, torch.cat([tokens[keep], follow], 1), [80])[0][:, 80:]
+    assert error(model(follow, **{CACHE_KEY: cache}).logits, expected) < 1e-5
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([True, False, True, True]))
+    assert cache.batch_size == 3 and cache.layers[1].tensors["feed_forward.shared_rows"].shape[0] <= kept.shape[0] * 2
+    fresh = fwzoo.FastWeightCache(model.config)  # nothing written yet: nothing to drop
+    model(ids(2, 1), use_cache=True, **{CACHE_KEY: fresh})
+    fresh.batch_select_indices(torch.tensor([1]))
+    assert fresh.batch_size == 1
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Looking into memories: which slots are used, what the gates do, how a memory grows."""
+"""Looking into memories: which slots are used, what the gates do, how a memory grows, what it holds and what it costs."""
 
 from .memory import LayerReport, MemoryReport, memory_report
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from ..kernels.product_keys import watch
 from ..modeling.memories.base import FastMemory
 
+LETTERS = 1024  # tokens whose text is drawn into the picture of the gates; the colours of all are
+
 
 @dataclass
 class LayerReport:
@@ -111,17 +113,24 @@ class MemoryReport:
         gated = {i: x for i, x in self.layers.items() if x.gate}
         slotted = {i: x for i, x in self.layers.items() if x.slots}
         if gated:
-            figure = figure_class(
-                figsize=(min(2 + 0.14 * self.tokens, 40), 1.2 + 0.5 * len(gated)), layout="constrained"
-            )
-            axes = figure.subplots()
-            rows = [x.gate for x in gated.values()]
-            image = axes.imshow(rows, aspect="auto", cmap="Oranges", vmin=0, vmax=1, interpolation="nearest")
-            axes.set_yticks(range(len(gated)), [f"layer {i}" for i in gated])
-            if self.tokens <= 280:
-                shown = [text if text.isprintable() and text.isascii() and "$" not in text else "·" for text in texts]
-                axes.set_xticks(range(self.tokens), shown, fontsize=6, family="monospace")
-            figure.colorbar(image, label="gate")
+            shown = [text[:12] if text.isprintable() and text.isascii() else "·" for text in texts]
+            columns = min(max(96 // max(map(len, shown)), 8), self.tokens)
+            lines = -(-self.tokens // columns)
+            figure = figure_class(figsize=(13, len(gated) * (0.6 + 0.24 * lines)), layout="constrained")
+            for axes, (index, layer) in zip(
+                figure.subplots(len(gated), squeeze=False)[:, 0], gated.items(), strict=True
+            ):
+                gates = [*(layer.gate or []), *[math.nan] * (lines * columns - self.tokens)]
+                rows = [gates[i : i + columns] for i in range(0, len(gates), columns)]
+                image = axes.imshow(rows, aspect="auto", cmap="Oranges", vmin=0, vmax=1, interpolation="nearest")
+                axes.set_title(f"layer {index}, {layer.kind}", loc="left", fontsize=9)
+                axes.set_xticks([])
+                axes.set_yticks(range(lines), [str(i * columns) for i in range(lines)], fontsize=6)
+                for t, text in enumerate(shown[:LETTERS]):
+                    colour = "white" if gates[t] > 0.6 else "black"
+                    style = {"fontsize": 7, "family": "monospace", "color": colour, "parse_math": False}
+                    axes.text(t % columns, t // columns, text, ha="center", va="center", **style)
+            figure.colorbar(image, ax=figure.axes, label="gate", aspect=30)
             written.append(folder / "gates.png")
             figure.savefig(written[-1], dpi=120)
         if slotted:
@@ -183,6 +192,12 @@ def memory_report(model: Any, input_ids: Tensor) -> MemoryReport:
         model.train(training)
         for handle in hooks:
             handle.remove()
+    slotted = sum(hasattr(memory, "keys") for memory in memories.values())
+    if len(reads) != slotted:
+        raise ValueError(
+            f"kernel_level is {model.config.kernel_level!r}, which does not tell what it reads; it must be 'chunk' or "
+            "'reference' for a report"
+        )
     layers, seen = {}, iter(reads)
     for index, memory in memories.items():
         report = LayerReport(kind=memory.operator.__name__)

@@ -1,5 +1,6 @@
 """What several commands need: complaints about input, configurations by name, models from a folder or the Hub."""
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 from fwzoo import registry
+from fwzoo.configuration import FwzooConfig
 
 
 def quiet_transformers() -> None:
@@ -63,6 +65,32 @@ def make_config(option: str, model_type: str, overrides: dict[str, Any]) -> PreT
         return AutoConfig.for_model(model_type, **overrides)
 
 
+def layout_config(option: str, text: str, **fields: Any) -> PreTrainedConfig:
+    """The config of `LAYOUT` or `LAYOUT:FIELD=VALUE:...`, checked; a usage error when it is not allowed.
+
+    Values are read as JSON where they are JSON (numbers, true, null), and as text otherwise.
+    """
+    layout, *settings = text.split(":")
+    with blamed_on(option):
+        plain = FwzooConfig.from_layout(layout, **fields)
+    families = [part for part in registry.parts(plain) if issubclass(part, FwzooConfig)]
+    common = {field.name for field in dataclasses.fields(FwzooConfig)} & set(FwzooConfig.__annotations__)
+    known = common.union(*(family.options() for family in families))
+    known -= {"mixers", "feed_forwards", "default_memory"}  # the layout's
+    for setting in settings:
+        name, equals, value = (part.strip() for part in setting.partition("="))
+        if not equals:
+            raise bad(option, f"{setting!r} of {text!r} is not allowed; allowed behind a layout is FIELD=VALUE.")
+        if name not in known:
+            raise bad(option, registry.unknown(f"the option behind {layout!r}", name, known))
+        try:
+            fields[name] = json.loads(value)
+        except ValueError:
+            fields[name] = value
+    with blamed_on(option):
+        return FwzooConfig.from_layout(layout, **fields)
+
+
 def load_config(option: str, name: str) -> PreTrainedConfig:
     """The config saved in a folder or on the Hub; a usage error when it is none of a registered architecture."""
     try:
@@ -89,6 +117,14 @@ def load_model(option: str, name: str) -> tuple[Any, Any]:
 
 def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def short(number: float, unit: str = "") -> str:
+    """Three digits and a letter: 12.3M."""
+    power = 0
+    while abs(number) >= 999.5 and power < 4:
+        number, power = number / 1000, power + 1
+    return f"{number:.3g}{' ' * bool(unit)}{' kMGT'[power].strip()}{unit}"
 
 
 def first_sentence(error: BaseException) -> str:

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from fwzoo import FastWeightCache
-from fwzoo.modeling.cache import CACHE_KEY
 from fwzoo.training.data import encode
 
-from .common import bad, empty_folder, load_model, quiet_transformers
+from .common import bad, blamed_on, empty_folder, load_model, quiet_transformers
 
 PIECE = 2048  # tokens a call
 
@@ -30,28 +29,41 @@ def run(model: str, text: Path, passes: int, out: Path, note: str | None) -> Non
     if tokens.shape[1] < 2:
         raise bad("--text", f"{str(text)!r} has {tokens.shape[1]} tokens; allowed is a text of at least two.")
     console = Console()
-    memory = FastWeightCache(loaded.config)
-    for number in range(1, passes + 1):
-        begin = time.monotonic()
-        loss = read(loaded, memory, tokens)
-        seconds = time.monotonic() - begin
-        console.print(
-            f"pass {number}: {tokens.shape[1]:,} tokens in {seconds:.1f} s, {loss:.3f} nats a token", soft_wrap=True
-        )
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress, blamed_on("MODEL"):
+        meter = Meter(loaded, tokens, progress, passes)
+        memory = loaded.memorize(tokens, passes, piece_size=PIECE, on_piece=meter)
     source = note or f"{text.name}, read {passes} time{'s' * (passes > 1)}."
     memory.save_pretrained(out, source=source, base_model=None if Path(model).exists() else model)
     console.print(f"wrote {out}: {memory.nbytes:,} bytes after {memory.get_seq_length():,} tokens", soft_wrap=True)
     console.print(f"try next: fwzoo generate {model} --memory {out}", soft_wrap=True, highlight=False)
 
 
-@torch.no_grad()
-def read(model: Any, memory: FastWeightCache, tokens: torch.Tensor) -> float:
-    """Read tokens `[1, T]` into the memory, piece by piece; returns the mean loss of every token but the first, in nats."""
-    total, before = 0.0, None
-    for piece in tokens.split(PIECE, 1):
-        logits = model(piece, use_cache=True, **{CACHE_KEY: memory}).logits.float()
-        guesses = logits[:, :-1] if before is None else torch.cat([before, logits[:, :-1]], 1)
-        targets = piece[:, 1:] if before is None else piece
-        total += F.cross_entropy(guesses[0], targets[0], reduction="sum").item()
-        before = logits[:, -1:]
-    return total / (tokens.shape[1] - 1)
+class Meter:
+    """Watches `memorize`: moves a progress bar, and says after every pass how long it took and what its mean loss was.
+
+    Attributes:
+        losses: of every pass, the mean loss of every token but the first, in nats.
+    """
+
+    def __init__(self, model: Any, tokens: torch.Tensor, progress: Progress, passes: int) -> None:
+        """tokens `[1, T]`, the text."""
+        self.model, self.tokens, self.progress = model, tokens, progress
+        self.task = progress.add_task("", total=passes * tokens.shape[1])
+        self.losses: list[float] = []
+        self.total, self.begin = 0.0, time.monotonic()
+
+    def __call__(self, number: int, start: int, hidden: torch.Tensor) -> None:
+        """hidden `[1, piece, D]`, the final states of the tokens from `start`."""
+        targets = self.tokens[0, start + 1 : start + 1 + hidden.shape[1]]
+        logits = self.model.lm_head(hidden[0, : targets.shape[0]]).float()
+        self.total += F.cross_entropy(logits, targets, reduction="sum").item()
+        self.progress.advance(self.task, hidden.shape[1])
+        size = self.tokens.shape[1]
+        if start + hidden.shape[1] == size:
+            self.losses.append(self.total / (size - 1))
+            seconds = time.monotonic() - self.begin
+            self.progress.console.print(
+                f"pass {number}: {size:,} tokens in {seconds:.1f} s, {self.losses[-1]:.3f} nats a token", soft_wrap=True
+            )
+            self.total, self.begin = 0.0, time.monotonic()

@@ -1,22 +1,25 @@
 """`fwzoo train`: train an architecture on text, with checkpoints that a run can go on from."""
 
 import json
-from dataclasses import asdict, dataclass, fields
+import os
+from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 import typer
 from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase, set_seed
 
 from fwzoo.training.data import Files, HubDataset, PackedRows, Row, Share, Source, SourceError, load_tokenizer
-from fwzoo.training.trainer import RunError, Schedule, train
+from fwzoo.training.trainer import RunError, Schedule, first_process, train
 
 from .common import bad, blamed_on, empty_folder, known_architecture, make_config, quiet_transformers, read_config
 
 OPTIONS_FILE = "training_options.json"
-CHANGEABLE = frozenset({"steps", "epochs", "eval_every", "save_every", "gradient_checkpointing"})
+NEW_OPTIONS_FILE = "training_options.json.new"
+CHANGEABLE = frozenset({"steps", "epochs", "eval_every", "save_every", "gradient_checkpointing", "report_to", "fsdp"})
 """What `--resume` may change; everything else is part of what the checkpoint means."""
 
 
@@ -51,6 +54,8 @@ class TrainOptions:
     save_every: int | None
     bf16: bool
     gradient_checkpointing: bool
+    report_to: list[str] = field(default_factory=list)
+    fsdp: bool = False
 
     def __post_init__(self) -> None:
         self.out = str(self.out)
@@ -62,14 +67,14 @@ class TrainOptions:
 def run(context: typer.Context) -> None:
     """Train as the command line says, or go on with the run in `--out` as it was begun."""
     quiet_transformers()
-    console = Console()
+    console = Console(quiet=not first_process())
     given = {field.name: context.params[field.name] for field in fields(TrainOptions)}
     resume = context.params["resume"]
     options = _resumed(context, given) if resume else TrainOptions(**given)
     out = Path(options.out)
     if not resume:
         otherwise = "give another folder, or --resume to go on with the run in it."
-        empty_folder("--out", out, otherwise, but=frozenset({OPTIONS_FILE}))
+        empty_folder("--out", out, otherwise, but=frozenset({OPTIONS_FILE, NEW_OPTIONS_FILE}))
 
     with blamed_on("--tokenizer"):
         tokenizer = load_tokenizer(options.tokenizer)
@@ -86,18 +91,28 @@ def run(context: typer.Context) -> None:
         set_seed(options.seed)
         with blamed_on("--config" if options.config else "--arch"):
             model = AutoModelForCausalLM.from_config(config)
-        out.mkdir(parents=True, exist_ok=True)
-        (out / OPTIONS_FILE).write_text(json.dumps(asdict(options), indent=2) + "\n")
+        if first_process():
+            out.mkdir(parents=True, exist_ok=True)
+            _write_whole(out / OPTIONS_FILE, json.dumps(asdict(options), indent=2) + "\n")
         console.print(f"{config.model_type}, {model.num_parameters():,} parameters, {schedule.steps:,} steps")
         outcome = train(model, tokenizer, rows, out, schedule, eval_rows, resume=resume, console=console)
     except SourceError as error:
         raise bad("SOURCES", str(error)) from error
     except RunError as error:
         raise bad("--resume" if resume else "train", str(error)) from error
+    if dist.is_initialized():
+        dist.destroy_process_group()
     if outcome.interrupted:
         console.print(f"saved {outcome.checkpoint}; go on with: fwzoo train --resume --out {out}", soft_wrap=True)
         raise typer.Exit(130)
     console.print(f"saved {out} after {outcome.step:,} steps; try: fwzoo generate {out}", soft_wrap=True)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file that another process may read at this moment: it finds the old text or the new."""
+    new = path.with_name(NEW_OPTIONS_FILE)
+    new.write_text(text)
+    new.replace(path)
 
 
 def _resumed(context: typer.Context, given: dict[str, Any]) -> TrainOptions:
@@ -175,7 +190,7 @@ def _schedule(options: TrainOptions, rows: PackedRows) -> Schedule:
     if options.steps is not None and options.epochs is not None:
         raise bad("--epochs", f"{options.epochs} and --steps {options.steps} exclude each other; give one.")
     if options.epochs is not None:
-        rows_a_step = options.batch_size * options.gradient_accumulation
+        rows_a_step = options.batch_size * options.gradient_accumulation * int(os.environ.get("WORLD_SIZE", 1))
         steps = max(1, round(options.epochs * rows.count_rows() / rows_a_step))
     else:
         steps = options.steps or 1000
@@ -194,4 +209,6 @@ def _schedule(options: TrainOptions, rows: PackedRows) -> Schedule:
         log_every=max(1, min(10, steps // 20)),
         bf16=options.bf16,
         gradient_checkpointing=options.gradient_checkpointing,
+        report_to=tuple(options.report_to),
+        fsdp=options.fsdp,
     )

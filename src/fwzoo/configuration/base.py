@@ -79,6 +79,9 @@ class FwzooConfig(PretrainedConfig):
             raise ValueError(f"layer_types is {kwargs['layer_types']!r}; it is derived from mixers and cannot be set")
         if "layout" in kwargs:
             raise ValueError(f"layout is {kwargs['layout']!r}; give it to {type(self).__name__}.from_layout")
+        if registry.writes_code():  # what a saved model says of its own code is written anew when it is saved
+            for name in ("auto_map", "fwzoo_code"):
+                kwargs.pop(name, None)
         sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
         optional = ("intermediate_size", "head_dim", "value_head_dim")
         for name in sizes + tuple(name for name in optional if getattr(self, name) is not None):

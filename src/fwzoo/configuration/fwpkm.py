@@ -16,7 +16,7 @@ from .pkm import check_product_keys
 @register_feed_forward_options("fwpkm")
 @register_architecture
 class FwpkmConfig(FastMemoryConfig):
-    """FwPKM: product-key memories, written while they are read, in some layers of a Falcon-3A.
+    """FwPKM: product-key memories, written while they are read, in some layers of a gated delta model.
 
     Args:
         fwpkm_subkeys: sub-keys n a half; the table has n * n slots.

@@ -20,6 +20,8 @@ class PkmFamilyConfig(MemoryFamilyConfig):
         pkm_heads: number of queries a token. pkm_top_k: slots a head reads.
         pkm_score: "dot" or "idw", -log(1e-3 + squared distance).
         pkm_query_norm: "none", "layer" or "batch" normalisation of the queries.
+        pkm_sparse_grad: the table's gradient is a sparse tensor of the rows read, as of `nn.Embedding(sparse=True)`: for SGD,
+            SparseAdam and Adagrad. AdamW and the clipping of gradients need False.
     """
 
     pkm_subkeys: int = 512
@@ -27,12 +29,14 @@ class PkmFamilyConfig(MemoryFamilyConfig):
     pkm_top_k: int = 32
     pkm_score: str = "dot"
     pkm_query_norm: str = "none"
+    pkm_sparse_grad: bool = False
 
     @staticmethod
     def check_options(config: Any) -> None:
         MemoryFamilyConfig.check_options(config)
         check_product_keys(config, "pkm")
         config._check_choice("pkm_query_norm", ("none", "layer", "batch"))
+        config._check_choice("pkm_sparse_grad", (True, False))
 
 
 def check_product_keys(config: Any, prefix: str) -> None:

@@ -145,7 +145,7 @@ def test_length(
             cache = None
             for number in range(settings.passes):
                 experiment.check()
-                cache = model.eval().memorize(ids, cache=cache, piece=settings.piece)
+                cache = model.eval().memorize(ids, cache=cache, piece_size=settings.piece)
                 right[number] += answers(model, cache, pairs[..., :1], pairs[..., 1:]).float().sum(0).cpu()
                 advance(done * settings.passes + count * (number + 1))
             assert cache is not None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,7 @@ class Clock:
     Attributes:
         sequences: N. chunks: number of chunks, the last one perhaps not full.
         real: bool `[N, L]`. count: ticks pending before the call. total: ticks of each stream. Both are lists of length G.
+        first: the first tick that has to be read: 0, or after what was pending when it has been read already and stays.
     """
 
     def __init__(
@@ -104,7 +105,12 @@ class Clock:
         self.count, self.total = count.tolist(), (count + lengths).tolist()
         self.ticks = max(self.total, default=0)
         self.chunks = -(-self.ticks // chunk)
-        self._place(token, present, pending, count.expand(self.sequences))
+        self.first = 0 if any(self._due(0)) else min(self.count, default=0)
+        self._plain = mask is None and bounds is None and not any(self.count) and self.ticks == self.tokens
+        if self._plain:
+            self.real = present
+        else:
+            self._place(token, present, pending, count.expand(self.sequences))
 
     def _tokens(self, mask: Tensor | None, bounds: list[int] | None) -> tuple[Tensor, Tensor]:
         """Flat index of every token of every sequence `[N, T']`, and whether it is a real one."""
@@ -139,7 +145,12 @@ class Clock:
         self._where = place[:-1]
 
     def stream(self, new: Tensor, pending: Tensor) -> Tensor:
-        """`[B, T, ...]` and what is pending `[N, C, ...]` as streams `[N, L, ...]`; 0 where there is no real token."""
+        """`[B, T, ...]` and what is pending `[N, C, ...]` as streams `[N, L, ...]`; 0 where there is no real token.
+
+        `new` itself where the streams are the tokens as they come.
+        """
+        if self._plain:
+            return new
         rows = torch.cat([new.flatten(0, 1), pending.flatten(0, 1).to(new.dtype)])
         rows = (
             rows[self._source.clamp(min=0)] if rows.shape[0] else rows.new_zeros(*self._source.shape, *rows.shape[1:])
@@ -147,26 +158,39 @@ class Clock:
         return rows.masked_fill(~_like(self.real, rows), 0)
 
     def back(self, stream: Tensor) -> Tensor:
-        """Streams `[N, L, ...]` to tokens `[B, T, ...]`; rows of masked tokens are 0."""
+        """Streams from their tick `first` on, `[N, L - first, ...]`, to tokens `[B, T, ...]`; rows of masked tokens are 0."""
+        if self._plain:
+            return stream
         if self.ticks == 0:
             return stream.new_zeros(self.batch, self.tokens, *stream.shape[2:])
+        if self.first:
+            stream = F.pad(stream, [0, 0] * (stream.ndim - 2) + [self.first, 0])
         rows = stream.flatten(0, 1)[self._where.clamp(min=0)]
         rows = rows.masked_fill(_like(self._where < 0, rows), 0)
         return rows.unflatten(0, (self.batch, self.tokens))
 
-    def updated(self, step: int) -> Tensor:
-        """bool `[G]`: the memories whose chunk `step` is updated in this call."""
-        end = (step + 1) * self.chunk
-        due = [total > end or (not self.lookahead and total == end) for total in self.total]
-        return torch.tensor(due, dtype=torch.bool, device=self.device)
+    def steps(self) -> Iterator[tuple[slice, Tensor | None]]:
+        """Of every chunk: the ticks to read, and which sequences are updated after them, bool `[N, 1]` (None: no one is)."""
+        for step in range(self.chunks):
+            due, start = self._due(step), step * self.chunk
+            now = torch.tensor(due, dtype=torch.bool, device=self.device)[:, None] if any(due) else None
+            part = slice(max(start, self.first), start + self.chunk)
+            yield part, None if now is None else now.expand(self.sequences, 1)
 
-    def targets(self, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The target of every tick for v `[N, L, V]`, and whether it has come when its chunk is updated, bool `[N, L]`."""
-        if not self.lookahead:
-            return v, self.real
+    def _due(self, step: int) -> list[bool]:
+        """Which memories have what their update of chunk `step` waits for."""
+        end = (step + 1) * self.chunk
+        return [total > end or (not self.lookahead and total == end) for total in self.total]
+
+    def targets(self) -> tuple[Tensor, Tensor]:
+        """Where in the stream the target of every tick lies, int64 `[N, L]`, and whether it has come when its chunk is
+        updated, bool `[N, L]`."""
         column = torch.arange(self.ticks, device=self.device)
-        following, target = _next(v, self.real)
-        return target, self.real & (following <= (column // self.chunk + 1) * self.chunk) & (following < self.ticks)
+        if not self.lookahead:
+            return column.expand_as(self.real), self.real
+        following = _next(self.real)
+        known = self.real & (following <= (column // self.chunk + 1) * self.chunk) & (following < self.ticks)
+        return following.clamp(max=max(self.ticks - 1, 0)), known
 
     def pending(self, stream: Tensor) -> Tensor:
         """The ticks that wait for their update after this call `[N, C, ...]`, 0 where there are none."""
@@ -174,8 +198,7 @@ class Clock:
         column = start[:, None] + torch.arange(self.chunk, device=self.device)
         if self.ticks == 0:
             return stream.new_zeros(self.sequences, self.chunk, *stream.shape[2:])
-        at = _like(column.clamp(max=self.ticks - 1), stream).expand(-1, -1, *stream.shape[2:])
-        rows = stream.gather(1, at)
+        rows = at_ticks(stream, column.clamp(max=self.ticks - 1))
         return rows.masked_fill(_like(column >= self.ticks, rows), 0)
 
     def new_count(self) -> Tensor:
@@ -191,18 +214,23 @@ def pending_targets(v: Tensor, real: Tensor, lookahead: bool) -> tuple[Tensor, T
     """Targets of pending tokens v `[N, C, V]` when no further token comes, and whether they have one, bool `[N, C]`."""
     if not lookahead:
         return v, real
-    following, target = _next(v, real)
-    return target, real & (following < v.shape[1])
+    following = _next(real)
+    return at_ticks(v, following.clamp(max=v.shape[1] - 1)), real & (following < v.shape[1])
 
 
-def _next(v: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-    """Position of the next real token of every row (L when there is none), and its v."""
-    ticks = v.shape[1]
-    column = torch.arange(ticks, device=v.device)
+def at_ticks(stream: Tensor, position: Tensor) -> Tensor:
+    """Positions `[N, X]` of streams `[N, L, ...]`: `[N, X, ...]`."""
+    return stream.gather(1, _like(position, stream).expand(-1, -1, *stream.shape[2:]))
+
+
+def _next(real: Tensor) -> Tensor:
+    """Position of the next real token of every row `[N, L]`, L when there is none."""
+    ticks = real.shape[1]
+    if ticks == 0:
+        return torch.zeros_like(real, dtype=torch.long)
+    column = torch.arange(ticks, device=real.device)
     where = torch.where(real, column, ticks).flip(1).cummin(1).values.flip(1)
-    following = torch.cat([where[:, 1:], where.new_full((where.shape[0], 1), ticks)], 1)
-    at = following.clamp(max=ticks - 1)[..., None].expand_as(v)
-    return following, v.gather(1, at)
+    return torch.cat([where[:, 1:], where.new_full((where.shape[0], 1), ticks)], 1)
 
 
 def _like(x: Tensor, other: Tensor) -> Tensor:
@@ -236,14 +264,14 @@ def run_ticks(
     pending: list[dict[int, Token]],
     chunk: int,
     lookahead: bool,
-    read: Callable[[Token], Tensor],
+    read: Callable[[Token], Token],
     update: Update,
-) -> tuple[list[dict[int, Tensor]], list[dict[int, Token]]]:
+) -> tuple[list[dict[int, Token]], list[dict[int, Token]]]:
     """Read tick by tick, update chunk by chunk.
 
     Args:
         ticks: the new ones, each with the tokens of the rows that have one. pending: those that wait.
-        read: token to output. update: takes the tokens of a chunk, each with its target (None: it has not come).
+        read: token to its outputs. update: takes the tokens of a chunk, each with its target (None: it has not come).
     Returns: outputs of every tick, and the ticks that wait now.
     """
     outputs = []
@@ -283,17 +311,17 @@ def run_reference(
     shared: bool,
     mask: Tensor | None,
     bounds: list[int] | None,
-    read: Callable[[int, Token], Tensor],
+    read: Callable[[int, Token], Token],
     update: Callable[[int, list[tuple[Token, Tensor | None]]], None],
-    zero: Tensor,
-) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
+    zeros: Token,
+) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
     """The token loop of a chunk-updated memory.
 
     Args:
         inputs: q, v, ... `[B, T, ...]`. pending: the same of the state `[N, C, ...]`. real `[N, C]`, count `[G]`: see `Clock`.
-        read: memory and token to output. update: memory and tokens with their targets.
-        zero: output of a masked token `[V]`.
-    Returns: output `[B, T, V]`, new pending tensors, new real, new count.
+        read: memory and token to its outputs. update: memory and tokens with their targets.
+        zeros: the outputs of a masked token.
+    Returns: outputs `[B, T, ...]`, new pending tensors, new real, new count.
     """
     batch, tokens = inputs[0].shape[:2]
     spans = [(b, 0, tokens) for b in range(batch)]
@@ -302,7 +330,7 @@ def run_reference(
     is_real = [[True] * tokens] * batch if mask is None else mask.tolist()
     rows = [[(b, t) if is_real[b][t] else None for t in range(start, end)] for b, start, end in spans]
     groups = [list(range(len(rows)))] if shared else [[n] for n in range(len(rows))]
-    outputs: dict[tuple[int, int], Tensor] = {}
+    outputs: dict[tuple[int, int], Token] = {}
     waiting: list[tuple[list[int], list[dict[int, Token]]]] = []
     for g, members in enumerate(groups):
         old = [{n: tuple(x[n, c] for x in pending) for n in members if real[n, c]} for c in range(int(count[g]))]
@@ -318,8 +346,11 @@ def run_reference(
         for column, output in zip(columns, done, strict=True):
             outputs.update({column[n]: y for n, y in output.items()})
         waiting.append((members, left))
-    o = [torch.stack([outputs.get((b, t), zero) for t in range(tokens)]) for b in range(batch) if tokens]
-    out = torch.stack(o) if o else zero.new_zeros(batch, 0, *zero.shape)
+    every = [outputs.get((b, t), zeros) for b in range(batch) for t in range(tokens)]
+    out = [
+        torch.stack(x).unflatten(0, (batch, tokens)) if every else zero.new_zeros(batch, tokens, *zero.shape)
+        for x, zero in zip(zip(*every, strict=True) if every else zeros, zeros, strict=True)
+    ]
     new_pending = [
         torch.stack([_column(waiting, n, chunk, i, x[0, 0]) for n in range(len(rows))]) for i, x in enumerate(pending)
     ]

@@ -59,13 +59,13 @@ def select(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float) -> Selec
 
 
 def score_all(halves: Tensor, keys: Tensor, score: str, eps: float) -> Tensor:
-    """Scores of query halves `[G, T, H, 2, F]` with all sub-keys `[G, 2, H, n, F]`: `[G, T, H, 2, n]`."""
+    """Scores of query halves `[G, T, H, 2, F]` with all sub-keys `[G, 2, H, n, F]`: `[G, T, H, 2, n]`, no gradients."""
     halves = halves.permute(0, 3, 2, 1, 4)
     if score == "dot":
         scores = halves @ keys.transpose(-1, -2)
     else:
         distance = torch.cdist(halves, keys, compute_mode="donot_use_mm_for_euclid_dist")
-        scores = -(eps + distance.square()).log()
+        scores = distance.square_().add_(eps).log_().neg_()
     return scores.permute(0, 3, 2, 1, 4)
 
 
@@ -101,6 +101,57 @@ def sum_rows(table: Tensor, rows: Tensor, weights: Tensor, counts: Tensor) -> Te
     bag = torch.repeat_interleave(counts)
     out = weights.new_zeros(counts.shape[0], table.shape[1])
     return out.index_add(0, bag, table[rows].to(weights.dtype) * weights[:, None])
+
+
+class Bags(NamedTuple):
+    """Rows that are weighted sums of rows: row m is the sum of the m-th bag of entries, which follow each other.
+
+    Attributes:
+        table: `[N, V]`. rows, weights: `[E]`, the row of every entry and its weight.
+        counts: int64 `[M]`, entries of every bag; their sum is E.
+    """
+
+    table: Tensor
+    rows: Tensor
+    weights: Tensor
+    counts: Tensor
+
+    @classmethod
+    def of_rows(cls, table: Tensor) -> Bags:
+        """The rows of a table themselves."""
+        rows = torch.arange(table.shape[0], device=table.device)
+        return cls(table, rows, torch.ones_like(rows, dtype=table.dtype), torch.ones_like(rows))
+
+    def sum(self) -> Tensor:
+        """The rows `[M, V]`."""
+        return sum_rows(*self)
+
+    def scaled(self, scale: Tensor) -> Bags:
+        """Row m times `scale[m]`."""
+        return self._replace(weights=self.weights * torch.repeat_interleave(scale, self.counts))
+
+    def split(self, size: int) -> Iterator[Bags]:
+        """The rows in blocks of at most `size`."""
+        if size >= self.counts.shape[0]:
+            yield self
+            return
+        blocks = self.counts.split(size)
+        sizes = torch.stack([x.sum() for x in blocks]).tolist()
+        parts = zip(self.rows.split(sizes), self.weights.split(sizes), blocks, strict=True)
+        for rows, weights, counts in parts:
+            yield Bags(self.table, rows, weights, counts)
+
+
+def sort_bags(table: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tensor, Bags]:
+    """What tokens add to the rows they read, row by row.
+
+    Args:
+        table: `[X, V]`, one a token. rows, weights: `[X, k]`, the rows that it reads and its weights there.
+    Returns: the rows read `[M]` (ascending, each once), and for each the weighted sum of its readers.
+    """
+    ordered, order = torch.sort(rows.flatten(), stable=True)
+    different, counts = torch.unique_consecutive(ordered, return_counts=True)
+    return different, Bags(table, order // rows.shape[1], weights.flatten()[order], counts)
 
 
 # --- watching ---

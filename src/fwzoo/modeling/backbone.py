@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -23,14 +23,22 @@ from transformers.utils.output_capturing import capture_outputs
 from .. import registry
 from ..configuration.base import FwzooConfig
 from ..kernels import explain
+from ..kernels.contract import whole_number
 from .cache import CACHE_KEY, FastWeightCache, FastWeightLayer, LayerMemory, holds_fast_weights
 from .code import check_code
+from .loss import head_loss
 from .memories.base import FastMemory, StagedBuffers, generating
 
 logger = logging.get_logger("fwzoo")
 
 # keywords that transformers' tools pass to every model and that mean nothing for ours
-IGNORED = frozenset(TransformersKwargs.__annotations__) | {"cache_position", "token_type_ids", "is_first_iteration"}
+IGNORED = frozenset(TransformersKwargs.__annotations__) | {
+    "assistant_tokenizer",
+    "cache_position",
+    "is_first_iteration",
+    "token_type_ids",
+    "tokenizer",
+}
 
 
 class FwzooBlock(GradientCheckpointingLayer):
@@ -161,14 +169,22 @@ class FwzooPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def memorize(
-        self, input_ids: Tensor, passes: int = 1, cache: FastWeightCache | None = None, piece: int | None = None
+        self,
+        input_ids: Tensor,
+        passes: int = 1,
+        cache: FastWeightCache | None = None,
+        *,
+        piece_size: int | None = None,
+        on_piece: Callable[[int, int, Tensor], None] | None = None,
     ) -> FastWeightCache:
         """Read a context `passes` times and write all of it into the memories of a cache.
 
         Args:
             input_ids: int64 `[B, T]`. passes: how often to read it.
             cache: the cache to go on with (it is updated in place); None begins a new one.
-            piece: tokens that are read at once, so that memory does not grow with T; None for all.
+            piece_size: tokens a call, None for all at once. A long text in pieces takes less memory; the result is the same.
+            on_piece: called after every piece with the number of the pass, from 1, the position of the first token of the
+                piece, and its final hidden states `[B, piece, D]`.
 
         Returns:
             The cache. The memories have written their last chunk too, though it may not be full.
@@ -177,13 +193,18 @@ class FwzooPreTrainedModel(PreTrainedModel):
             raise TypeError(f"passes is {passes!r}; it must be an int of at least 1")
         if passes < 1:
             raise ValueError(f"passes is {passes}; it must be at least 1")
-        if piece is not None and (isinstance(piece, bool) or not isinstance(piece, int) or piece < 1):
-            raise ValueError(f"piece is {piece!r}; it must be an int of at least 1, or None")
+        if piece_size is not None:
+            whole_number("piece_size", piece_size, 1)
         decoder = self.get_decoder()
         cache = FastWeightCache(self.config) if cache is None else cache
         with generating():
-            for part in input_ids.split(piece or max(1, input_ids.shape[1]), 1) * passes:
-                decoder(part, use_cache=True, **{CACHE_KEY: cache})
+            for number in range(1, passes + 1):
+                start = 0
+                for piece in input_ids.split(piece_size, 1) if piece_size else [input_ids]:
+                    outputs = decoder(piece, use_cache=True, **{CACHE_KEY: cache})
+                    if on_piece is not None:
+                        on_piece(number, start, outputs.last_hidden_state)
+                    start += piece.shape[1]
             for memory, held in decoder.fast_memories(cache):
                 held.write(**memory.flush(memory.state(held.read()))._asdict())
         return cache
@@ -438,19 +459,23 @@ class FwzooForCausalLM(FwzooPreTrainedModel, GenerationMixin):
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
-        shift_labels: Tensor | None = None,
+        skip_logits: bool = False,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Next-token logits, and the loss where labels are given.
 
         Args:
             labels: int64 `[B, T]`, the input ids themselves (they are shifted here); -100 is ignored.
-            shift_labels: labels that are shifted already, `[B, T]`; they take the place of `labels` in the loss.
             logits_to_keep: compute logits of the last n positions only (0: all), or of an index tensor.
-            kwargs: `num_items_in_batch`, the number of labels to divide the summed loss by, and other keywords that
-                transformers' tools pass.
+            skip_logits: return the loss alone (`logits` is None): the logits of all tokens then never exist at once, which
+                is what a large vocabulary needs in training.
+            kwargs: `num_items_in_batch`, the number of labels to divide the summed loss by; `shift_labels`, labels `[B, T]`
+                that are shifted already and take the place of `labels` in the loss; and other keywords that transformers'
+                tools pass.
             (the others): see `FwzooModel.forward`.
         """
+        # not in the signature: the Trainer takes every parameter called so for a column that each batch must have
+        shift_labels = kwargs.pop("shift_labels", None)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -465,19 +490,26 @@ class FwzooForCausalLM(FwzooPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         hidden = outputs.last_hidden_state
-        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(hidden[:, keep, :])
-        loss = None
-        if labels is not None or shift_labels is not None:
-            if labels is not None and labels.shape != hidden.shape[:2]:
-                raise ValueError(f"labels has shape {list(labels.shape)}; it must be [B, T] = {list(hidden.shape[:2])}")
-            loss = self.loss_function(
-                logits=logits,
-                labels=labels,
-                shift_labels=shift_labels,
-                vocab_size=self.config.vocab_size,
-                num_items_in_batch=kwargs.get("num_items_in_batch"),
-            )
+        labelled = labels is not None or shift_labels is not None
+        if labels is not None and labels.shape != hidden.shape[:2]:
+            raise ValueError(f"labels has shape {list(labels.shape)}; it must be [B, T] = {list(hidden.shape[:2])}")
+        target = {
+            "labels": labels,
+            "shift_labels": shift_labels,
+            "vocab_size": self.config.vocab_size,
+            "num_items_in_batch": kwargs.get("num_items_in_batch"),
+        }
+        logits, loss = None, None
+        if skip_logits:
+            if not labelled:
+                raise ValueError(
+                    "skip_logits is True; it needs labels or shift_labels, because it returns the loss alone"
+                )
+            loss = head_loss(self.lm_head, hidden, **target)
+        else:
+            keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(hidden[:, keep, :])
+            loss = self.loss_function(logits=logits, **target) if labelled else None
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,

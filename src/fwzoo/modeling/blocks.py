@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers import initialization as init
 
 from .. import registry
 from ..kernels.contract import check_cu_seqlens
+from ..kernels.costs import Cost
 from ..kernels.tiling import Tiling
 
 FEATURE_MAPS = {
@@ -25,6 +27,12 @@ FEATURE_MAPS = {
 def at_least_float32(x: Tensor) -> Tensor:
     """16-bit gates in float32, others as they are."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def half_life(log_decay: Tensor) -> Tensor:
+    """Tokens after which half of what was written is left, in the median head; log_decay `[B, T, H, ...]`, at most 0."""
+    a_token = log_decay.flatten(0, 1).mean(0).clamp(max=-1e-9)
+    return (-math.log(2) / a_token).median()
 
 
 class ShortConvolution(nn.Module):
@@ -62,6 +70,11 @@ class ShortConvolution(nn.Module):
         back = tiling.lengths[:, None] + torch.arange(history, device=x.device)
         new = tiling.stream(past[:, :, None], tiles, back).squeeze(2)
         return F.silu(tiling.untile(y, 1).squeeze(2)), tiling.leave(new)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a sequence's last inputs."""
+        return self.weight[:, 1:].numel() * self.weight.element_size()
 
     def initialize_parameters(self, config: Any) -> None:
         bound = self.size**-0.5
@@ -105,6 +118,16 @@ class FastWeightMixer(nn.Module):
         sizes = (self.heads * self.key_size, self.heads * self.key_size, self.heads * self.value_size)
         q, k, v = (x.unflatten(-1, (self.heads, -1)) for x in qkv.split(sizes, -1))
         return q, k, v, new
+
+    def health(self, hidden: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Numbers that show whether the memory works, for hidden `[B, T, D]` and what it wrote; see `MemoryHealthCallback`."""
+        return {"state_norm": state["S"].float().norm(dim=(-2, -1)).mean()}
+
+    def operator_cost(self, flops: int, more: int = 0) -> Cost:
+        """Cost of an operator with a float32 matrix a head: its FLOPs a head, and the bytes it keeps beside the matrices."""
+        fast = self.heads * self.key_size * self.value_size
+        state = 4 * fast + more + (0 if self.conv is None else self.conv.state_bytes)
+        return Cost(self.heads * flops, fast, state, moved=2 * state)
 
     def merge(self, o: Tensor, hidden: Tensor) -> Tensor:
         """What was read `[B, T, H, V]`, normed, gated and projected: `[B, T, D]`."""

@@ -25,14 +25,15 @@ HISTORY = 64  # calls that a recording layer can rewind
 Replay = Callable[["FastWeightLayer", int], None]
 
 
-SHARED = "shared_"  # a tensor whose name begins so belongs to all sequences and has no batch axis
+SHARED = "shared_rows"  # a tensor of this name belongs to all sequences and has no batch axis
+WHERE = "where"  # and this one says which of its rows a sequence holds; -1 for none
 
 
 class LayerMemory:
     """The part of a layer's cache that belongs to one module: a dict of batch-first tensors.
 
-    A tensor called `shared_...` has no batch axis: sequences point into it with tensors of their own, and reordering,
-    repeating or selecting sequences leaves it as it is.
+    A tensor called `shared_rows` has no batch axis: sequences point into it with `where`, and reordering or repeating
+    sequences leaves it as it is. Selecting sequences drops the rows that none of them points to any more.
     """
 
     def __init__(self, layer: FastWeightLayer, owner: str) -> None:
@@ -61,7 +62,7 @@ class FastWeightLayer(CacheLayerMixin):
     """One layer of a `FastWeightCache`.
 
     Attributes:
-        tensors: batch-first tensors by name (but for those called `shared_...`, see `LayerMemory`).
+        tensors: batch-first tensors by name (but for those called `shared_rows`, see `LayerMemory`).
         seen: number of tokens, padding included, as transformers counts them.
         record_past: whether calls are recorded so that `crop` can rewind them.
     """
@@ -146,7 +147,7 @@ class FastWeightLayer(CacheLayerMixin):
         self._calls = []
 
     def _batch_first(self) -> dict[str, Tensor]:
-        return {name: x for name, x in self.tensors.items() if not name.rpartition(".")[2].startswith(SHARED)}
+        return {name: x for name, x in self.tensors.items() if name.rpartition(".")[2] != SHARED}
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes row `beam_idx[i]`."""
@@ -155,6 +156,12 @@ class FastWeightLayer(CacheLayerMixin):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` (int64 positions or a bool mask)."""
         self.map_rows(lambda x: x[indices.to(x.device)])
+        for name in [name for name in self.tensors if name.rpartition(".")[2] == SHARED]:
+            where = f"{name[: -len(SHARED)]}{WHERE}"
+            held, place = torch.unique(self.tensors[where], return_inverse=True)
+            none = int(bool(held.numel()) and bool(held[0] < 0))  # unused places stay -1
+            self.tensors[name] = self.tensors[name][held[none:]]
+            self.tensors[where] = place - none
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times."""

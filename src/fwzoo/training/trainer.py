@@ -1,13 +1,16 @@
 """A run of transformers' Trainer on packed rows: exact evaluation, checkpoints, interruption and resumption."""
 
+import importlib.util
 import math
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch.optim.lr_scheduler import LambdaLR
@@ -23,11 +26,16 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from .curve import write_curve
-from .data import BYTE_OFFSET, IGNORED_LABEL, PackedRows, Row, SourceError, collate
+from .data import BYTE_OFFSET, IGNORED_LABEL, PackedRows, Place, Row, SourceError, collate
+from .health import MemoryHealthCallback, plot_health
 from .interrupt import DeferredInterrupt
+
+PLACE_FILE = "data_place.safetensors"
+PROBE_TOKENS = 256
+REPORTS = ("tensorboard", "trackio")
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,8 @@ class Schedule:
         batch_size: rows a forward pass; `gradient_accumulation` passes make a step.
         lr: peak learning rate, reached after `warmup` steps, then along a cosine to a tenth of it.
         eval_every, save_every: in steps; 0 is never (a finished or interrupted run saves anyway).
+        report_to: where the numbers go too: "tensorboard" (in the folder `runs`), "trackio".
+        fsdp: shard weights, gradients and optimiser state over the processes (FSDP2) in place of copying them.
     """
 
     steps: int
@@ -56,6 +66,8 @@ class Schedule:
     log_every: int = 10
     bf16: bool = False
     gradient_checkpointing: bool = False
+    report_to: tuple[str, ...] = ()
+    fsdp: bool = False
 
 
 class RunError(ValueError):
@@ -86,12 +98,37 @@ class Evaluation(NamedTuple):
 
 
 class PackedTrainer(Trainer):
-    """transformers' Trainer whose evaluation weighs every token equally, however unequal the batches are."""
+    """transformers' Trainer that never makes the logits of a batch, with our optimiser and an evaluation that weighs every
+    token equally, however unequal the batches and the processes' shares are.
 
-    def __init__(self, unit: str, **options: Any):
+    Args:
+        unit: see `loss_unit`. schedule, limit: what the optimiser follows.
+        options: those of transformers' Trainer; `data_collator` joins rows, and `eval_dataset` is a sequence of them.
+    """
+
+    optimizer: Any
+    lr_scheduler: Any
+
+    def __init__(self, unit: str, schedule: Schedule, limit: "TimeLimit | None" = None, **options: Any):
         super().__init__(**options)
-        self.unit = unit
+        self.unit, self.schedule, self.limit = unit, schedule, limit
         self.evaluated = Evaluation(-1, {})
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            groups = _parameter_groups(self.model if model is None else model, self.schedule.weight_decay)
+            self.optimizer = torch.optim.AdamW(groups, lr=self.schedule.lr, betas=(0.9, 0.95))
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LambdaLR:
+        if self.lr_scheduler is None:
+            optimizer = self.optimizer if optimizer is None else optimizer
+            self.lr_scheduler = LambdaLR(optimizer, _learning_rate(self.schedule, self.limit))
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
+        return super().compute_loss(model, {**inputs, "skip_logits": True}, *args, **options)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -102,14 +139,18 @@ class PackedTrainer(Trainer):
             `eval_loss` (nats a target token), and `eval_bits_per_byte` (all targets, ends of documents included,
             divided by the bytes among them) or `eval_nats_per_token` and `eval_perplexity`.
         """
+        held_out = self.eval_dataset if eval_dataset is None else eval_dataset
         model = self.model
         training = model.training
         model.eval()
         nats, targets, byte_targets = torch.zeros(3, dtype=torch.float64, device=self.args.device)
         with torch.no_grad(), self.accelerator.autocast():
-            for batch in self.get_eval_dataloader(eval_dataset):
-                batch = self._prepare_inputs(batch)
-                nats += model(**batch, use_cache=False, num_items_in_batch=1).loss
+            for rows in self._own_share(held_out):
+                batch = self._prepare_inputs(self.data_collator(rows or held_out[:1]))
+                loss = model(**batch, use_cache=False, num_items_in_batch=1, skip_logits=True).loss
+                if not rows:  # every process makes the same number of passes
+                    continue
+                nats += loss
                 targets += (batch["labels"] != IGNORED_LABEL).sum()
                 byte_targets += (batch["labels"] >= BYTE_OFFSET).sum()
         model.train(training)
@@ -128,15 +169,32 @@ class PackedTrainer(Trainer):
         self.control: TrainerControl = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
+    def _own_share(self, rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+        """This process's batches, as many as any other's; those behind the end are empty."""
+        size, rank = self.args.per_device_eval_batch_size, self.args.process_index
+        for first in range(0, len(rows), size * self.args.world_size):
+            yield rows[first + rank * size : first + (rank + 1) * size]
+
 
 class SaveOnInterrupt(TrainerCallback):
-    """Ends an interrupted run with a checkpoint after the step that was running."""
+    """Ends a run, interrupted in any process, with a checkpoint after the step that was running.
+
+    Attributes:
+        stopped: whether it did; the same in every process.
+    """
 
     def __init__(self, interrupt: DeferredInterrupt):
         self.interrupt = interrupt
+        self.stopped = False
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if self.interrupt.requested:
+        if args.world_size > 1:
+            requested = torch.tensor(float(self.interrupt.requested), device=args.device)
+            dist.all_reduce(requested, op=dist.ReduceOp.MAX)
+            self.stopped = bool(requested)
+        else:
+            self.stopped = self.interrupt.requested
+        if self.stopped:
             control.should_save = True
             control.should_training_stop = True
 
@@ -158,6 +216,22 @@ class TimeLimit(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self.share_used >= 1:
             control.should_training_stop = True
+
+
+class KeepPlace(TrainerCallback):
+    """Saves the place in the data with every checkpoint."""
+
+    def __init__(self, rows: PackedRows, first_step: int):
+        self.rows, self.first_step = rows, first_step
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        state.epoch = state.global_step / state.max_steps  # the Trainer's own count begins anew where a run goes on
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        steps = state.global_step - self.first_step
+        place = self.rows.place_after(self.rows.start.rows + steps * self.rows.remember_every)
+        if place is not None and state.is_world_process_zero:
+            place.save(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / PLACE_FILE)
 
 
 class RichProgress(TrainerCallback):
@@ -217,10 +291,8 @@ def _parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[
     ]
 
 
-def _optimizer(
-    model: torch.nn.Module, schedule: Schedule, limit: TimeLimit | None
-) -> tuple[torch.optim.Optimizer, LambdaLR]:
-    """AdamW and a linear warm-up followed by a cosine to a tenth, over the steps or the time, whichever is further."""
+def _learning_rate(schedule: Schedule, limit: TimeLimit | None) -> Callable[[int], float]:
+    """A linear warm-up followed by a cosine to a tenth, over the steps or the time, whichever is further."""
 
     def factor(step: int) -> float:
         if step < schedule.warmup:
@@ -230,8 +302,20 @@ def _optimizer(
             share = max(share, limit.share_used)
         return 0.55 + 0.45 * math.cos(math.pi * min(1.0, share))
 
-    optimizer = torch.optim.AdamW(_parameter_groups(model, schedule.weight_decay), lr=schedule.lr, betas=(0.9, 0.95))
-    return optimizer, LambdaLR(optimizer, factor)
+    return factor
+
+
+def first_process() -> bool:
+    """Whether this is the process that prints and writes: the only one, or the first that torchrun started."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
+def probe(rows: PackedRows) -> torch.Tensor:
+    """The beginning of a source's text, `[1, T]` of at most `PROBE_TOKENS`: what the memories are watched on."""
+    row = next(iter(PackedRows(rows.source, rows.tokenizer, PROBE_TOKENS)), None)
+    if row is None:
+        raise SourceError("the text sources hold no text to train on.")
+    return torch.from_numpy(row.ids)[None]
 
 
 def train(
@@ -247,6 +331,8 @@ def train(
 ) -> Outcome:
     """Train, evaluate, and write the model, the tokenizer, checkpoints and the loss curve into `out`.
 
+    Under torchrun the processes share every batch: a step takes `batch_size` rows a process. The first process writes.
+
     Args:
         rows: endless, i.e. made with a seed.
         eval_rows: held-out rows; without any there is no evaluation.
@@ -254,23 +340,38 @@ def train(
         lines: values to draw into the loss curve, in its unit.
 
     Raises:
-        RunError: there is no checkpoint to resume from or it has all the steps, or accelerate is missing.
+        RunError: there is no checkpoint to resume from or it has all the steps; the schedule asks for something that is not
+            installed, or that the number of processes rules out.
         SourceError: a source cannot be read or holds no text.
     """
-    checkpoint = get_last_checkpoint(str(out)) if out.is_dir() else None
-    if resume and checkpoint is None:
-        raise RunError(f"out {str(out)!r} has no checkpoint to resume from.")
-    if (
-        resume
-        and (done := TrainerState.load_from_json(f"{checkpoint}/{TRAINER_STATE_NAME}").global_step) >= schedule.steps
-    ):
-        raise RunError(f"out {str(out)!r} is trained for {done} steps already; allowed are more steps than that.")
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    if schedule.fsdp and (processes == 1 or not torch.cuda.is_available()):
+        found = "1 process" if processes == 1 else "no GPU"
+        raise RunError(f"fsdp shards a model over the GPUs of several processes, but there is {found}; leave it out.")
+    if schedule.minutes is not None and processes > 1:
+        raise RunError(f"minutes is {schedule.minutes}, but clocks of {processes} processes differ; give steps alone.")
+    for name in schedule.report_to:
+        if name not in REPORTS:
+            raise RunError(f"report_to is {name!r}; allowed are {', '.join(map(repr, REPORTS))}.")
+        if importlib.util.find_spec(name) is None:
+            raise RunError(f"report_to is {name!r}, which is not installed: pip install 'fwzoo[track]'.")
+    checkpoint, done = get_last_checkpoint(str(out)) if out.is_dir() else None, 0
+    if resume:
+        if checkpoint is None:
+            raise RunError(f"out {str(out)!r} has no checkpoint to resume from.")
+        done = TrainerState.load_from_json(f"{checkpoint}/{TRAINER_STATE_NAME}").global_step
+        if done >= schedule.steps:
+            raise RunError(f"out {str(out)!r} is trained for {done} steps already; allowed are more steps than that.")
+        if (place := Path(checkpoint) / PLACE_FILE).is_file():
+            rows.start = Place.load(place)
+    rows.remember_every = schedule.batch_size * schedule.gradient_accumulation * processes
     unit = loss_unit(tokenizer)
-    console = console or Console()
+    console = console or Console(quiet=not first_process())
     limit = None if schedule.minutes is None else TimeLimit(schedule.minutes)
     interrupt = DeferredInterrupt(
         lambda: console.print("interrupted: finishing this step and saving; interrupt again to stop at once")
     )
+    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(out / "runs"))  # the one way to tell transformers
     try:
         arguments = TrainingArguments(
             output_dir=str(out),
@@ -292,23 +393,35 @@ def train(
             # Every process reads the rows and takes its own; slices of another process's batch would cut documents.
             accelerator_config={"dispatch_batches": False, "split_batches": False},
             dataloader_pin_memory=torch.cuda.is_available(),
-            report_to="none",
+            # A place in the data takes the Trainer there without reading; without one it reads what it skips.
+            ignore_data_skip=rows.start.rows > 0,
+            report_to=list(schedule.report_to) or "none",
+            project=out.resolve().name,
             disable_tqdm=True,
+            **({"fsdp": True, "fsdp_config": {"version": 2}} if schedule.fsdp else {}),
         )
     except ImportError as error:
         raise RunError("training needs the accelerate library: pip install 'fwzoo[train]'.") from error
+    stopper = SaveOnInterrupt(interrupt)
     trainer = PackedTrainer(
         unit,
+        schedule,
+        limit,
         model=model,
         args=arguments,
         data_collator=collate,
         train_dataset=rows,
         eval_dataset=eval_rows or None,
         processing_class=tokenizer,
-        optimizers=_optimizer(model, schedule, limit),
-        callbacks=[RichProgress(console, unit), SaveOnInterrupt(interrupt)] + ([limit] if limit else []),
+        callbacks=[
+            RichProgress(console, unit),
+            stopper,
+            KeepPlace(rows, done if rows.start.rows else 0),
+        ]
+        + ([limit] if limit else []),
     )
     trainer.remove_callback(PrinterCallback)
+    MemoryHealthCallback(probe(rows)).report_first(trainer)
     if schedule.gradient_checkpointing:
         # The name is new in transformers 5.24; the older one warns there.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -320,15 +433,17 @@ def train(
         trainer.train(resume_from_checkpoint=checkpoint if resume else None)
     seconds = time.monotonic() - began
     step = trainer.state.global_step
-    if eval_rows and not interrupt.requested and trainer.evaluated.step != step:
+    if eval_rows and not stopper.stopped and trainer.evaluated.step != step:
         trainer.evaluate()
     trainer.save_model()
-    write_curve(out, trainer.state.log_history, unit, lines)
+    if trainer.is_world_process_zero():
+        write_curve(out, trainer.state.log_history, unit, lines)
+        plot_health(out, trainer.state.log_history)
     newest = get_last_checkpoint(str(out))
     return Outcome(
         metrics=trainer.evaluated.metrics,
         step=step,
-        interrupted=interrupt.requested,
+        interrupted=stopper.stopped,
         checkpoint=Path(newest) if newest else None,
         seconds=seconds,
     )

@@ -5,15 +5,17 @@ Source: "Fast Weight Attention for Continual Learning" (2026).
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from .. import contract
 from ..contract import Op
 from .chunk import falcon_chunk
 from .reference import falcon_reference
-from .rules import RULES, FalconState, Options, Rule, empty_state
+from .rules import RULES, FalconState, Options, Rule, empty_state, log_decay
 
-__all__ = ["RULES", "FalconState", "Rule", "falcon"]
+__all__ = ["RULES", "FalconState", "Rule", "falcon", "falcon_log_decay"]
 
 FALCON = contract.register(Op("falcon", {"reference": falcon_reference, "chunk": falcon_chunk}, short=4))
 
@@ -85,6 +87,14 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, ridge: Tensor, 
     contract.has_shape("beta", beta, (*q.shape[:3], *columns), f"{axes} for rule {rule!r}")
     contract.same_device("beta", beta, q)
     contract.check_gate("ridge", ridge, q)
+
+
+def falcon_log_decay(k: Tensor, beta: Tensor, ridge: Tensor, *, rule: str, **options: Any) -> Tensor:
+    """Log of the decay that `falcon` with these options applies at every token with a full window, to look at a model.
+
+    Returns: `[B, T', H]`; `[B, T', H, V]` for falcon2 and falcon2a.
+    """
+    return log_decay(k, beta, ridge, _check_options(rule, **options))
 
 
 def _check_options(

@@ -23,7 +23,7 @@ from ..contract import compute_dtype
 from ..segments import scan_segments, scan_steps
 from ..tiling import Tiling
 from .reference import falcon_reference
-from .rules import FalconState, Options, step_and_decay, window_energy
+from .rules import FalconState, Options, Rule, step_and_decay, window_energy
 
 
 def falcon_chunk(
@@ -41,7 +41,7 @@ def falcon_chunk(
     if q.shape[1] == 0:
         return falcon_reference(q, k, v, beta, ridge, options, state, mask, bounds)
     rule, window, dtype, heads = options.rule, options.window, compute_dtype(q.dtype), q.shape[2]
-    chunk = chunk_size(options, q.shape[1])
+    chunk = chunk_size(rule, window, q.shape[1])
     tiling = Tiling(q.shape[0], q.shape[1], chunk, mask=mask, bounds=bounds, device=q.device)
     state = FalconState(*(tiling.enter(field) for field in state))
     q_tiles, k_tiles, v_tiles, beta_tiles, ridge_tiles = (tiling.tile(x.to(dtype)) for x in (q, k, v, beta, ridge))
@@ -90,18 +90,17 @@ def falcon_chunk(
     return tiling.untile(o.to(v.dtype), heads), FalconState(*new)
 
 
-def chunk_size(options: Options, tokens: int) -> int:
+def chunk_size(rule: Rule, window: int, tokens: int) -> int:
     """C: 64 rows where a chunk is plain matrix work, 16 where per-column decays or windowed residuals are solved for."""
-    rule = options.rule
     if rule.regression and rule.per_column:
         size = COLUMN_SOLVE_CHUNK
-    elif rule.regression and options.window > 1:
+    elif rule.regression and window > 1:
         size = 16
     else:
         size = 64
     while size > 16 and size * 2 > tokens:
         size //= 2
-    while size < options.window:
+    while size < window:
         size *= 2
     return size
 

@@ -138,3 +138,18 @@ def step_and_decay(
         eta = torch.where(writes, beta, 0)
         gamma = 1 - eta * ridge
     return eta, gamma.clamp(min=options.decay_floor)
+
+
+def log_decay(k: Tensor, beta: Tensor, ridge: Tensor, options: Options) -> Tensor:
+    """Log of the decay of every token that has a full window, one sequence a row; k `[B, T, H, K]`.
+
+    Returns: `[B, T', H]`, with a last axis V for the per-column rules.
+    """
+    if options.shifted:
+        k, beta, ridge = k[:, :-1], beta[:, 1:], ridge[:, 1:]
+    windows = k.unfold(1, options.window, 1).transpose(-1, -2)
+    pairs = torch.tensor(float(options.window), device=k.device)
+    energy = window_energy(windows, pairs, options.rule) if options.rule.sliding else windows.square().sum((-1, -2))
+    beta, ridge = beta[:, options.window - 1 :], ridge[:, options.window - 1 :]
+    _, gamma = step_and_decay(beta, ridge, energy, torch.ones_like(ridge, dtype=torch.bool), options)
+    return gamma.log()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..clock import Clock, pending_targets
+from ..clock import Clock, at_ticks, pending_targets
 from ..contract import compute_dtype
 from .state import WEIGHTS, FwmlpState, Options
 
@@ -33,22 +33,15 @@ def fwmlp_chunk(
         group=options.group,
     )
     q_stream, v_stream = clock.stream(q, state.q), clock.stream(v.detach(), state.v)
-    target, known = clock.targets(v_stream) if clock.ticks else (v_stream, clock.real)
+    target, known = clock.targets()
     weights = tuple(getattr(state, name) for name in WEIGHTS)
     pieces = []
-    for step in range(clock.chunks):
-        updated = clock.updated(step)
-        writes = bool(updated.any())
-        start, end = step * chunk, (step + 1) * chunk
-        if step == 0 and not writes and clock.count:
-            start = min(clock.count)  # what was pending has been read already
-            pieces.append(v_stream.new_zeros(clock.sequences, start, v.shape[2], dtype=dtype))
-        y = read(weights, q_stream[:, start:end].to(dtype))
+    for x, (part, now) in zip(q_stream.split(chunk, 1), clock.steps(), strict=False):
+        y = read(weights, x[:, part.start - part.stop + chunk :].to(dtype))
         pieces.append(y)
-        if writes:
-            now = updated[:, None].expand(clock.sequences if options.shared else -1, 1)
-            part = slice(start, end)
-            weights = step_down(weights, q_stream[:, part], y, target[:, part], known[:, part] & now, options)
+        if now is not None:
+            goal = at_ticks(v_stream, target[:, part])
+            weights = step_down(weights, x, y, goal, known[:, part] & now, options)
     o = torch.cat(pieces, 1) if pieces else v_stream.to(dtype)
     new = FwmlpState(
         **dict(zip(WEIGHTS, weights, strict=True)),

@@ -22,8 +22,8 @@ def fwmlp_reference(
     dtype = compute_dtype(q.dtype)
     memories = [[getattr(state, name)[g] for name in WEIGHTS] for g in range(state.w_gate.shape[0])]
 
-    def read(g: int, token: Token) -> Tensor:
-        return mlp(memories[g], token[0].to(dtype))
+    def read(g: int, token: Token) -> Token:
+        return (mlp(memories[g], token[0].to(dtype)),)
 
     @torch.enable_grad()
     def update(g: int, tokens: list[tuple[Token, Tensor | None]]) -> None:
@@ -37,7 +37,7 @@ def fwmlp_reference(
             grads = torch.autograd.grad(torch.stack(losses).mean(), weights)
             memories[g] = [w.detach() - options.lr * grad for w, grad in zip(weights, grads, strict=True)]
 
-    o, (pending_q, pending_v), real, count = run_reference(
+    (o,), (pending_q, pending_v), real, count = run_reference(
         (q, v.detach()),
         (state.q, state.v),
         state.real,
@@ -49,7 +49,7 @@ def fwmlp_reference(
         bounds,
         read,
         update,
-        v.new_zeros(v.shape[2], dtype=dtype),
+        (v.new_zeros(v.shape[2], dtype=dtype),),
     )
     weights = {name: torch.stack([memory[i] for memory in memories]) for i, name in enumerate(WEIGHTS)}
     return o.to(v.dtype), FwmlpState(**weights, q=pending_q, v=pending_v, real=real, count=count)

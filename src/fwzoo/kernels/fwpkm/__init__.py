@@ -78,6 +78,9 @@ def fwpkm(
         The values read `[B, T, V]` in the dtype of v (rows of masked tokens are 0), and the complete `FwpkmState`.
         Gradients flow to q only, through the weights of the slots read.
 
+    Memory: a call holds the rows written and bookkeeping, never a second table; `FwpkmState` says how they are laid out. A
+    call that continues a state copies its rows once, before the first write.
+
     Raises:
         ValueError, TypeError: an argument has a wrong type, shape, dtype, device or value; the message names it.
     """

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
-from ..clock import Clock, pending_targets
+from ..clock import Clock, at_ticks, pending_targets
 from ..contract import compute_dtype
-from ..product_keys import Selection, keep_read, select, sum_rows, watching
-from .state import FwpkmState, Options, Overlay
+from ..product_keys import Bags, Selection, keep_read, select, sort_bags, watching
+from .overlay import Overlay
+from .state import FwpkmState, Options
 
 
 @torch.compiler.disable  # how many chunks and rows there are depends on the values
@@ -29,10 +29,10 @@ def fwpkm_chunk(
     bounds: list[int] | None,
 ) -> tuple[Tensor, FwpkmState]:
     """Chunk form over `[B, T, .]`; arguments are those of `fwzoo.kernels.fwpkm`, checked."""
-    dtype = compute_dtype(q.dtype)
+    dtype, chunk = compute_dtype(q.dtype), options.chunk_size
     clock = Clock(
         q,
-        options.chunk_size,
+        chunk,
         options.lookahead,
         options.shared,
         mask=mask,
@@ -44,26 +44,21 @@ def fwpkm_chunk(
     q_stream, v_stream, gate_stream = (
         clock.stream(x, old) for x, old in ((q, state.q), (v.detach(), state.v), (gate.detach(), state.gate))
     )
-    target, known = clock.targets(v_stream) if clock.ticks else (v_stream, clock.real)
+    target, known = clock.targets()
     memory = Memory(state.keys, Overlay(values, state, options.max_slots, options.evict), options)
-    pieces, reads = [], []
-    for step in range(clock.chunks):
-        updated = clock.updated(step)
-        writes = bool(updated.any())
-        start, end = step * options.chunk_size, (step + 1) * options.chunk_size
-        if step == 0 and not writes and clock.count:
-            start = min(clock.count)  # what was pending has been read already
-            pieces.append(v_stream.new_zeros(clock.sequences, start, v.shape[2], dtype=dtype))
-        part = slice(start, end)
-        v_hat, selection = memory.read(q_stream[:, part].to(dtype))
-        pieces.append(v_hat)
+    graph, joined, reads = torch.is_grad_enabled() and q.requires_grad, [], []
+    o = v_stream.new_zeros(clock.sequences, 0 if graph else clock.ticks - clock.first, v.shape[2], dtype=dtype)
+    for queries, (part, now) in zip(q_stream.split(chunk, 1), clock.steps(), strict=False):
+        v_hat, selection = memory.read(queries[:, part.start - part.stop + chunk :].to(dtype))
+        if graph:
+            joined.append(v_hat)
+        else:
+            o[:, part.start - clock.first : part.stop - clock.first] = v_hat
         if watching():
-            reads.append((start, selection))
-        if writes:
-            now = updated[:, None].expand(clock.sequences if options.shared else -1, 1)
-            chosen = (x[:, part] for x in (q_stream, target, gate_stream))
+            reads.append(selection)
+        if now is not None:
+            chosen = queries, at_ticks(v_stream, target[:, part]), gate_stream[:, part]
             memory.update(selection, v_hat, *chosen, known[:, part] & now, clock.real[:, part] & now)
-    o = torch.cat(pieces, 1) if pieces else v_stream.to(dtype)
     new = FwpkmState(
         keys=memory.keys,
         **memory.overlay.fields(),
@@ -76,16 +71,15 @@ def fwpkm_chunk(
     )
     if reads:
         _keep(clock, reads)
-    return clock.back(o).to(v.dtype), new
+    return clock.back(torch.cat(joined, 1) if joined else o).to(v.dtype), new
 
 
-def _keep(clock: Clock, reads: list[tuple[int, Selection]]) -> None:
+def _keep(clock: Clock, reads: list[Selection]) -> None:
     """Hand what was selected to `watch()`, in the order of the tokens."""
     streams = []
     for field in ("slots", "weights"):
-        parts = [getattr(selection, field) for _, selection in reads]
-        rows = torch.cat([x.reshape(clock.sequences, -1, *x.shape[2:]) for x in parts], 1)
-        streams.append(clock.back(F.pad(rows, (0, 0, 0, 0, reads[0][0], 0))))
+        rows = [getattr(selection, field) for selection in reads]
+        streams.append(clock.back(torch.cat([x.reshape(clock.sequences, -1, *x.shape[2:]) for x in rows], 1)))
     keep_read(*streams)
 
 
@@ -150,14 +144,15 @@ class Memory:
 
     def _write_values(self, residual: Tensor, weight: Tensor, entries: Tensor) -> None:
         """residual `[X, V]`; weight and entries `[X, H * k]`."""
-        ordered, order = torch.sort(entries.flatten(), stable=True)
-        rows, counts = torch.unique_consecutive(ordered, return_counts=True)
-        change = sum_rows(residual, order // entries.shape[1], weight.flatten()[order], counts)
-        if self.options.group is not None:
-            rows, change, counts = _pool_rows(rows, change, counts, self.options.group)
-        if self.options.row_averaging:
-            change /= counts[:, None]
-        self.overlay.put(rows, change.mul_(self.options.value_lr).add_(self.overlay.get(rows)))
+        options = self.options
+        rows, bags = sort_bags(residual, entries, weight)
+        counts = bags.counts
+        if options.group is not None:
+            rows, bags, counts = _pool_rows(rows, bags.sum(), counts, options.group)
+        scale = torch.full_like(counts, options.value_lr, dtype=residual.dtype)
+        if options.row_averaging:
+            scale = scale / counts
+        self.overlay.add(rows, bags.scaled(scale))
 
     def _move_keys(self, selection: Selection, q: Tensor, real: Tensor) -> None:
         """A gradient step on sum p log p, p the mean use of every sub-key."""
@@ -178,15 +173,12 @@ class Memory:
         log_mean = torch.where(mean > 0, mean, 1).log().flatten()[at]
         weight = share * (log_mean - (share * log_mean).sum(-1, keepdim=True)) / tokens[memory][:, None, None, None]
         # the gradient of a sub-key is a weighted sum of query halves (dot), or of their differences from it (idw)
-        ordered, order = torch.sort(at.flatten(), stable=True)
-        moved, counts = torch.unique_consecutive(ordered, return_counts=True)
         if self.options.score == "idw":
             weight = 2 * weight * half.exp()
-        weight = weight.flatten()[order]
-        halves = q[real].reshape(-1, size)
-        step = sum_rows(halves, order // at.shape[-1], weight, counts)
+        moved, bags = sort_bags(q[real].reshape(-1, size), at.flatten(0, 2), weight.flatten(0, 2))
+        step = bags.sum()
         if self.options.score == "idw":
-            total = use.new_zeros(moved.shape[0]).index_add_(0, torch.repeat_interleave(counts), weight)
+            total = use.new_zeros(moved.shape[0]).index_add_(0, torch.repeat_interleave(bags.counts), bags.weights)
             step -= total[:, None] * self.keys.reshape(-1, size)[moved]
         d_keys = torch.zeros_like(self.keys).view(-1, size)
         d_keys[moved] = step
@@ -195,7 +187,7 @@ class Memory:
         self.keys = self.keys - self.options.key_lr * d_keys.view_as(self.keys)
 
 
-def _pool_rows(rows: Tensor, change: Tensor, counts: Tensor, group: object) -> tuple[Tensor, Tensor, Tensor]:
+def _pool_rows(rows: Tensor, change: Tensor, counts: Tensor, group: object) -> tuple[Tensor, Bags, Tensor]:
     """Entries, sums and counts added up over all ranks; every rank gets the same."""
     ranks = dist.get_world_size(group)
     number = torch.tensor([rows.shape[0]], device=rows.device)
@@ -211,4 +203,4 @@ def _pool_rows(rows: Tensor, change: Tensor, counts: Tensor, group: object) -> t
 
     merged, inverse = torch.unique(gather(rows), return_inverse=True)
     total = change.new_zeros(merged.shape[0], change.shape[1]).index_add_(0, inverse, gather(change))
-    return merged, total, counts.new_zeros(merged.shape[0]).index_add_(0, inverse, gather(counts))
+    return merged, Bags.of_rows(total), counts.new_zeros(merged.shape[0]).index_add_(0, inverse, gather(counts))

@@ -11,7 +11,9 @@ from torch import Tensor
 from ..clock import Token, run_reference
 from ..contract import compute_dtype
 from ..pkm.reference import read_reference
-from .state import FwpkmState, Options, Overlay
+from ..product_keys import Bags, keep_read, watching
+from .overlay import Overlay
+from .state import FwpkmState, Options
 
 
 def fwpkm_reference(
@@ -32,20 +34,21 @@ def fwpkm_reference(
     sub_keys = list(state.keys)
     overlay = Overlay(values, state, options.max_slots, options.evict)
 
-    def read(g: int, token: Token) -> Tensor:
+    def read(g: int, token: Token) -> Token:
         retrieval = (options.top_k, options.score, options.score_eps)
-        return read_reference(token[0].to(dtype), sub_keys[g], tables[g], *retrieval)[0]
+        return read_reference(token[0].to(dtype), sub_keys[g], tables[g], *retrieval)[:3]
 
     def update(g: int, tokens: list[tuple[Token, Tensor | None]]) -> None:
-        sub_keys[g], rows, changed = step_reference(sub_keys[g], tables[g], tokens, options)
-        overlay.put(g * overlay.size + rows, changed)
+        sub_keys[g], rows, change = step_reference(sub_keys[g], tables[g], tokens, options)
+        overlay.add(g * overlay.size + rows, Bags.of_rows(change))
         every = torch.arange(g * overlay.size, (g + 1) * overlay.size, device=rows.device)
         tables[g] = overlay.get(every)
 
     inputs = (q, v.detach(), gate.detach())
-    zero = v.new_zeros(v.shape[2], dtype=dtype)
+    nothing = v.new_zeros(q.shape[2], options.top_k, dtype=dtype)
+    zeros = (v.new_zeros(v.shape[2], dtype=dtype), nothing.long(), nothing)
     pending = (state.q, state.v, state.gate)
-    o, waiting, real, count = run_reference(
+    (o, slots, weights), waiting, real, count = run_reference(
         inputs,
         pending,
         state.real,
@@ -57,8 +60,10 @@ def fwpkm_reference(
         bounds,
         read,
         update,
-        zero,
+        zeros,
     )
+    if watching():
+        keep_read(slots, weights)
     new = FwpkmState(
         torch.stack(sub_keys),
         **overlay.fields(),
@@ -78,7 +83,7 @@ def step_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One update of keys `[2, H, n, F]` and table `[n * n, V]` by a chunk of tokens and their targets.
 
-    Returns: the new keys, the rows written (ascending) and their new values.
+    Returns: the new keys, the rows written (ascending) and what is added to them.
     """
     dtype, n = table.dtype, keys.shape[2]
     keys, table = keys.detach().requires_grad_(), table.detach().requires_grad_()
@@ -105,4 +110,4 @@ def step_reference(
         negative_entropy = torch.special.xlogy(mean, torch.where(mean > 0, mean, 1)).sum()
         new_keys = new_keys - options.key_lr * torch.autograd.grad(negative_entropy, keys)[0]
     rows = torch.nonzero(reads)[:, 0]
-    return new_keys, rows, (table.detach() + options.value_lr * change)[rows]
+    return new_keys, rows, options.value_lr * change[rows]

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import contract
 from ..contract import Op
 from ..product_keys import check_finite, check_query_and_keys, check_retrieval, check_table, keep_read, watching
-from .chunk import pkm_chunk
+from .chunk import SparseTableGradient, pkm_chunk
 from .reference import pkm_reference
 
 __all__ = ["pkm"]
@@ -27,6 +27,7 @@ def pkm(
     score: str = "dot",
     score_eps: float = 1e-3,
     return_slots: bool = False,
+    sparse_grad: bool = False,
     level: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Read the k best of n * n slots, found through two lists of n sub-keys. Stateless: the one operator without a state.
@@ -38,6 +39,9 @@ def pkm(
         top_k: slots a head reads, at most n.
         score: "dot", or "idw": -log(score_eps + squared distance).
         return_slots: also return the slots (int64) and their weights, `[B, T, H, k]`, best first.
+        sparse_grad: the gradient of `values` is a sparse tensor that holds the rows read, each once, and no dense
+            `[n * n, V]` one is made. As with `torch.nn.Embedding(sparse=True)`, only some optimisers take it: SGD, SparseAdam,
+            Adagrad.
         level: "auto", "reference" or "chunk".
 
     Returns:
@@ -50,8 +54,12 @@ def pkm(
     check_table(values, keys)
     check_retrieval(top_k, score, score_eps, keys.shape[2])
     contract.one_of("return_slots", return_slots, (True, False))
+    contract.one_of("sparse_grad", sparse_grad, (True, False))
     check_finite(None, q=q)
-    v, slots, weights = PKM.resolve(level, q.shape[1])(q, keys, values, top_k, score, score_eps)
+    table = values.detach() if sparse_grad else values
+    v, slots, weights = PKM.resolve(level, q.shape[1])(q, keys, table, top_k, score, score_eps)
+    if sparse_grad:
+        v = SparseTableGradient.apply(v, values, slots, weights)
     if watching():
         keep_read(slots, weights)
     return (v, slots, weights) if return_slots else v

@@ -118,6 +118,17 @@ class FastMemory(StagedBuffers):
         gate = at_least_float32(self.g_proj(self.g_norm(hidden)).squeeze(-1))
         return gate.sigmoid() if self.config.gate_activation == "sigmoid" else gate
 
+    def _gate(self, hidden: Tensor) -> Tensor:
+        """`[B, T]`, float32 or wider."""
+        gate = self.g_proj(self.g_norm(hidden)).squeeze(-1)
+        if gate.dtype in (torch.float16, torch.bfloat16):
+            gate = gate.float()
+        return gate.sigmoid() if self.config.gate_activation == "sigmoid" else gate
+
+    def health(self, hidden: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Numbers that show whether the memory works, for hidden `[B, T, D]` and what it wrote; see `MemoryHealthCallback`."""
+        return {"gate": self._gate(hidden).mean(), **self.written(self.flush(self.state(state)))}
+
     @property
     def scope(self) -> str:
         """Whose memory it is now: "sequence" or "batch"."""
@@ -135,6 +146,10 @@ class FastMemory(StagedBuffers):
         """Whether what a forward pass wrote is put into the checkpoint's fast weights."""
         return self.config.carry_fast_weights and self.scope == "batch"
 
+    def updates(self, tokens: int) -> int:
+        """How many chunks of `tokens` tokens are written: with lookahead a full one waits for the next token."""
+        return max(0, tokens - bool(self.config.lookahead)) // self.config.memory_chunk_size
+
     # --- what a subclass adds ---
 
     def remember(
@@ -145,6 +160,10 @@ class FastMemory(StagedBuffers):
 
     def flush(self, state: Any) -> Any:
         """The state after its pending tokens were written."""
+        raise NotImplementedError
+
+    def written(self, state: Any) -> dict[str, Tensor]:
+        """`state_norm`, how far the first memory of a state is from the checkpoint's, and `slots_used` where it has slots."""
         raise NotImplementedError
 
     def carried(self, state: Any, index: int = 0) -> dict[str, Tensor]:

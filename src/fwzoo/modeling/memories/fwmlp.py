@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import initialization as init
 
 from ...kernels import FwmlpState, fwmlp, fwmlp_flush
+from ...kernels.costs import Cost
 from ...kernels.fwmlp import WEIGHTS
 from ...registry import register_feed_forward
 from .base import FastMemory
@@ -31,7 +32,7 @@ class FwmlpMemory(FastMemory):
         width, keys, values = config.fwmlp_width, config.memory_key_dim, config.memory_value_dim
         shapes = ((width, keys), (width,), (width, keys), (width,), (values, width), (values,))
         for name, shape in zip(WEIGHTS, shapes, strict=True):
-            self.register_buffer(name, torch.empty(shape))
+            self.register_buffer(name, torch.zeros(shape))
 
     def remember(
         self, q: Tensor, v: Tensor, gate: Tensor, past: dict[str, Tensor], **options: Any
@@ -40,6 +41,16 @@ class FwmlpMemory(FastMemory):
         weights = {name: getattr(self, name) for name in WEIGHTS}
         own = {**self._options(), "level": self.config.kernel_level}
         return fwmlp(q, v, **weights, state=state, **own, **options)
+
+    def cost(self, tokens: int) -> Cost:
+        """What `tokens` tokens cost."""
+        chunk, element = self.config.memory_chunk_size, self.q_proj.weight.element_size()
+        up, down = self.w_up.numel(), self.w_down.numel()
+        flops = tokens * (4 * up + 2 * down) + self.updates(tokens) * chunk * (8 * up + 4 * down)
+        fast = sum(getattr(self, name).numel() for name in WEIGHTS)
+        token = element * (self.q_proj.out_features + self.v_proj.out_features) + 1
+        moved = 4 * fast + 2 * token + 2 * 4 * fast // chunk
+        return Cost(flops, fast, 4 * fast + token * chunk + 8, moved)
 
     def _options(self) -> dict[str, Any]:
         return {
@@ -53,6 +64,10 @@ class FwmlpMemory(FastMemory):
         scope = "sequence" if state.count.shape[0] == state.real.shape[0] else "batch"
         group = self.group if scope == "batch" else None
         return fwmlp_flush(state, scope=scope, group=group, **self._options())
+
+    def written(self, state: FwmlpState) -> dict[str, Tensor]:
+        moved = [(x.float() - getattr(self, name).float()).norm() for name, x in self.carried(state).items()]
+        return {"state_norm": torch.stack(moved).norm()}
 
     def carried(self, state: FwmlpState, index: int = 0) -> dict[str, Tensor]:
         return {name: getattr(state, name)[index] for name in WEIGHTS}

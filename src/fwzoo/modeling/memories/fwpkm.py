@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import initialization as init
 
 from ...kernels import FwpkmState, fwpkm, fwpkm_flush
+from ...kernels.costs import Cost
 from ...registry import register_feed_forward
 from .base import FastMemory, query_scale
 
@@ -28,8 +29,8 @@ class FwpkmMemory(FastMemory):
     def __init__(self, config: Any, layer_index: int) -> None:
         super().__init__(config, layer_index, config.fwpkm_heads * config.memory_key_dim)
         n, size = config.fwpkm_subkeys, config.memory_key_dim // 2
-        self.register_buffer("keys", torch.empty(2, config.fwpkm_heads, n, size))
-        self.register_buffer("values", torch.empty(n * n, config.memory_value_dim))
+        self.register_buffer("keys", torch.zeros(2, config.fwpkm_heads, n, size))
+        self.register_buffer("values", torch.zeros(n * n, config.memory_value_dim))
 
     def remember(
         self, q: Tensor, v: Tensor, gate: Tensor, past: dict[str, Tensor], **options: Any
@@ -38,6 +39,19 @@ class FwpkmMemory(FastMemory):
         state = self.state(past) if past else None
         own = {**self._options(), "level": self.config.kernel_level}
         return fwpkm(q, v, gate, self.keys, self.values, state=state, **own, **options)
+
+    def cost(self, tokens: int) -> Cost:
+        """What `tokens` tokens cost; distances count as products, and a token writes as many rows as it can."""
+        config, chunk = self.config, self.config.memory_chunk_size
+        size, element = self.values.shape[1], self.q_proj.weight.element_size()
+        reads = config.fwpkm_heads * config.fwpkm_top_k
+        written = min(self.values.shape[0], self.updates(tokens) * chunk * reads)
+        places = 1 << (written - 1).bit_length() if written else 0  # the cache holds powers of two
+        token = element * (self.q_proj.out_features + size) + max(element, 4) + 1
+        state = 4 * self.keys.numel() + places * (4 * size + 24) + chunk * token + 40
+        # sub-keys to score, rows to read; once a chunk rows and sub-keys are read and written again
+        moved = 4 * self.keys.numel() + 3 * 4 * reads * size + 2 * token + 2 * 4 * self.keys.numel() // chunk
+        return Cost(2 * tokens * self.keys.numel(), self.keys.numel() + self.values.numel(), state, moved)
 
     def _options(self) -> dict[str, Any]:
         config = self.config
@@ -61,6 +75,11 @@ class FwpkmMemory(FastMemory):
         scope = "sequence" if state.count.shape[0] == state.real.shape[0] else "batch"
         group = self.group if scope == "batch" else None
         return fwpkm_flush(state, self.keys, self.values, scope=scope, group=group, **self._options())
+
+    def written(self, state: FwpkmState) -> dict[str, Tensor]:
+        rows = self.carried(state)
+        moved = rows["rows"].float() - self.values[rows["slots"]].float()
+        return {"state_norm": moved.norm(), "slots_used": torch.tensor(float(rows["slots"].numel()))}
 
     def carried(self, state: FwpkmState, index: int = 0) -> dict[str, Tensor]:
         slots, where = state.slots[index], state.where[index]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ...kernels import pkm
+from ...kernels.costs import Cost
 from ...registry import register_feed_forward
 from .base import StagedBuffers, query_scale
 
@@ -37,8 +38,8 @@ class PkmMemory(StagedBuffers):
         self.keys = nn.Parameter(torch.empty(2, heads, n, size // 2))
         self.values = nn.Parameter(torch.empty(n * n, config.hidden_size))
         if config.pkm_query_norm == "batch":
-            self.register_buffer("query_mean", torch.empty(heads * size))
-            self.register_buffer("query_variance", torch.empty(heads * size))
+            self.register_buffer("query_mean", torch.zeros(heads * size))
+            self.register_buffer("query_variance", torch.ones(heads * size))
 
     def forward(
         self, hidden: Tensor, memory: Any = None, mask: Tensor | None = None, cu_seqlens: Tensor | None = None
@@ -46,7 +47,8 @@ class PkmMemory(StagedBuffers):
         """hidden `[B, T, D]`; mask bool `[B, T]`: only real tokens enter batch statistics."""
         config = self.config
         q = self._normalize(self.q_proj(hidden), mask).unflatten(-1, (config.pkm_heads, -1))
-        read = pkm(q, self.keys, self.values, top_k=config.pkm_top_k, score=config.pkm_score, level=config.kernel_level)
+        options = {"top_k": config.pkm_top_k, "score": config.pkm_score, "sparse_grad": config.pkm_sparse_grad}
+        read = pkm(q, self.keys, self.values, **options, level=config.kernel_level)
         assert isinstance(read, Tensor)
         return read.to(hidden.dtype)
 
@@ -61,6 +63,12 @@ class PkmMemory(StagedBuffers):
             variance, mean = torch.var_mean(real.to(torch.promote_types(q.dtype, torch.float32)), 0, correction=0)
             self.stage(mean=mean, variance=variance)
         return ((q - mean) * (variance + 1e-5).rsqrt()).to(q.dtype)
+
+    def cost(self, tokens: int) -> Cost:
+        """What `tokens` tokens cost; of the table, a token reads `pkm_top_k` rows a head."""
+        rows = max(0, self.values.shape[0] - self.config.pkm_heads * self.config.pkm_top_k)
+        unread = rows * self.values.shape[1] * self.values.element_size()
+        return Cost(2 * tokens * self.keys.numel(), unread=unread)
 
     def place(self, **values: Tensor) -> None:
         self.query_mean.lerp_(values["mean"].to(self.query_mean.dtype), MOMENTUM)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ...kernels.contract import check_cu_seqlens, compute_dtype
+from ...kernels.costs import Cost, attention_flops, chunks
 from ...kernels.tiling import Tiling
 from ...registry import register_mixer
 from ..attention_ops import rotary
@@ -82,6 +83,18 @@ class SoftmaxAttention(nn.Module):
         if memory is not None:
             memory.write(**past._asdict())
         return self.o_proj(o.flatten(-2))
+
+    def cost(self, tokens: int) -> Cost:
+        """What `tokens` tokens cost."""
+        config, window = self.config, self.window
+        sizes = (config.head_dim, config.value_head_dim)
+        if window is None or tokens <= window:
+            flops = attention_flops(tokens, tokens, *sizes)
+        else:
+            flops = chunks(tokens, window) * attention_flops(window, 2 * window, *sizes)
+        row = self.groups * sum(sizes) * self.q_proj.weight.element_size()
+        kept, seen = (tokens, tokens) if window is None else (window, min(tokens, window))
+        return Cost(self.heads * flops, state_bytes=row * kept + 8, moved=row * (seen + 1))
 
     def _past(self, k: Tensor, v: Tensor, read: dict[str, Tensor] | None, documents: int) -> KeyValues:
         """What earlier calls left: the tensors read from the memory, or no token at all."""

@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels import FalconState, falcon
-from ...kernels.falcon import RULES
+from ...kernels.costs import Cost
+from ...kernels.falcon import RULES, falcon_log_decay
+from ...kernels.falcon.cost import falcon_flops
 from ...registry import register_mixer
-from ..blocks import FEATURE_MAPS, FastWeightMixer, at_least_float32
+from ..blocks import FEATURE_MAPS, FastWeightMixer, at_least_float32, half_life
 
 
 @register_mixer(*RULES)
@@ -33,7 +35,6 @@ class FalconMixer(FastWeightMixer):
         self, hidden: Tensor, memory: Any = None, mask: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> Tensor:
         """hidden `[B, T, D]`; memory: `LayerMemory` or None; mask bool `[B, T]`; cu_seqlens int64 `[S + 1]`."""
-        config = self.config
         past = {} if memory is None else memory.read()
         q, k, v, new = self.project(hidden, past, mask, cu_seqlens)
         o, state = falcon(
@@ -42,21 +43,37 @@ class FalconMixer(FastWeightMixer):
             v,
             *self._gates(hidden),
             rule=self.rule,
-            window=config.window,
-            pairing=config.pairing,
-            timing=config.timing,
-            step=config.step,
-            scale_coupled=config.scale_coupled,
-            eps=config.eps,
-            decay_floor=config.decay_floor,
+            **self._options(),
             state=FalconState(**past) if past else None,
             mask=mask,
             cu_seqlens=cu_seqlens,
-            level=config.kernel_level,
+            level=self.config.kernel_level,
         )
         if memory is not None:
             memory.write(**new, **state._asdict())
         return self.merge(o, hidden)
+
+    def health(self, hidden: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The mean gain and the half-life, beside the norm."""
+        _, k, _, _ = self.project(hidden, {}, None, None)
+        beta, ridge = self._gates(hidden)
+        log_decay = falcon_log_decay(self._feature(k), beta, ridge, rule=self.rule, **self._options())
+        return {**super().health(hidden, state), "gate": beta.mean(), "half_life": half_life(log_decay)}
+
+    def _options(self) -> dict[str, Any]:
+        names = ("window", "pairing", "timing", "step", "scale_coupled", "eps", "decay_floor")
+        return {name: getattr(self.config, name) for name in names}
+
+    def cost(self, tokens: int) -> Cost:
+        """What `tokens` tokens cost."""
+        config = self.config
+        rule = RULES[self.rule]
+        window = config.window if rule.sliding else 1
+        energy = config.step == "beta" or config.scale_coupled
+        pair = self.heads * (self.key_size + self.value_size)
+        kept = self.heads * self.key_size + (window - 1) * pair
+        flops = falcon_flops(rule, window, energy, tokens, self.key_size, self.value_size)
+        return self.operator_cost(flops, self.q_proj.weight.element_size() * kept + 9)
 
     def _feature(self, x: Tensor) -> Tensor:
         """Norm and feature map of query or key `[B, T, H, K]`."""

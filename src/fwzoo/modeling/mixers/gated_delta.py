@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ...kernels import GatedDeltaState, gated_delta
+from ...kernels.costs import Cost
+from ...kernels.falcon.cost import scan_flops
 from ...registry import register_mixer
-from ..blocks import FastWeightMixer, at_least_float32
+from ..blocks import FastWeightMixer, at_least_float32, half_life
 
 LARGEST_RATE, TIME_STEPS = 16.0, (1e-3, 1e-1)
 
@@ -50,13 +52,11 @@ class GatedDeltaMixer(FastWeightMixer):
         """hidden `[B, T, D]`; memory: `LayerMemory` or None; mask bool `[B, T]`; cu_seqlens int64 `[S + 1]`."""
         past = {} if memory is None else memory.read()
         q, k, v, new = self.project(hidden, past, mask, cu_seqlens)
-        step = F.softplus(at_least_float32(self.a_proj(hidden)) + self.dt_bias)
         o, state = gated_delta(
             _unit(q),
             _unit(k),
             v,
-            -at_least_float32(self.log_rate).exp() * step,
-            at_least_float32(self.b_proj(hidden)).sigmoid(),
+            *self._gates(hidden),
             state=GatedDeltaState(**past) if past else None,
             mask=mask,
             cu_seqlens=cu_seqlens,
@@ -65,6 +65,20 @@ class GatedDeltaMixer(FastWeightMixer):
         if memory is not None:
             memory.write(**new, **state._asdict())
         return self.merge(o, hidden)
+
+    def _gates(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-decay and gain `[B, T, H]`."""
+        step = F.softplus(at_least_float32(self.a_proj(hidden)) + self.dt_bias)
+        return -at_least_float32(self.log_rate).exp() * step, at_least_float32(self.b_proj(hidden)).sigmoid()
+
+    def health(self, hidden: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The mean gain and the half-life, beside the norm."""
+        log_decay, gain = self._gates(hidden)
+        return {**super().health(hidden, state), "gate": gain.mean(), "half_life": half_life(log_decay)}
+
+    def cost(self, tokens: int) -> Cost:
+        """What `tokens` tokens cost."""
+        return self.operator_cost(scan_flops(True, tokens, self.key_size, self.value_size))
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -15,6 +15,9 @@ from transformers import initialization as init
 
 from ...kernels import LactState, lact
 from ...kernels.contract import check_cu_seqlens, compute_dtype
+from ...kernels.costs import Cost, attention_flops, chunks
+from ...kernels.lact.cost import lact_flops
+from ...kernels.lact.rules import Options
 from ...registry import register_mixer
 from ..attention_ops import WindowPast, rotary, token_positions, window_attention
 
@@ -110,6 +113,36 @@ class LactMixer(nn.Module):
             remembered = remembered * F.silu(self.scale_proj(hidden))[..., None]
         return self.o_proj(attended.flatten(-2) + remembered.flatten(-2))
 
+    def health(self, hidden: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The mean scale of what is read, where it has one, and the distance of the fast weights from the initial ones."""
+        initial = {"w0": self.w0(), "w1": self.w1(), "w2": self.w2()}
+        moved = [(state[name].float() - w.float()).norm(dim=(-2, -1)) for name, w in initial.items()]
+        numbers = {"state_norm": torch.stack(moved).square().sum(0).sqrt().mean()}
+        if self.scale_proj is not None:
+            numbers["gate"] = F.silu(self.scale_proj(hidden)).mean()
+        return numbers
+
+    def cost(self, tokens: int) -> Cost:
+        """What `tokens` tokens cost: both branches, and the initial weights made of their factors."""
+        config, width = self.config, self.config.hidden_size
+        size, hidden = width // self.heads, self.w0.rows
+        options = Options(config.lact_chunk_size, config.lact_momentum, config.lact_muon, config.lact_prenorm)
+        flops = self.heads * lact_flops(options, tokens, size, hidden)
+        flops += sum(w.flops for w in (self.w0, self.w1, self.w2))
+        head, past = width // self.attention_heads, config.lact_window - 1
+        tile = max(config.lact_window, 64)
+        if tokens <= tile:
+            flops += self.attention_heads * attention_flops(tokens, tokens, head, head)
+        else:
+            each = attention_flops(tile, tile + past, head, head)
+            flops += self.attention_heads * chunks(tokens, tile) * each
+        fast, element = 3 * self.heads * size * hidden, self.qkv_proj.weight.element_size()
+        memory = 4 * (3 * fast + self.heads * (size + 2 * hidden))  # weights, sums, directions, and norms of rows
+        token = 2 * element * width + 4 * self.heads * (3 * self.rates + 1)
+        window = 2 * element * width * past
+        moved = 4 * fast + window + token + (2 * memory) // options.chunk + token
+        return Cost(flops, fast, memory + token * options.chunk + window + 16, moved)
+
     def _attention_heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.attention_heads, -1))
 
@@ -146,7 +179,7 @@ class InitialWeight(nn.Module):
 
     def __init__(self, heads: int, rows: int, columns: int, rank: int = 0) -> None:
         super().__init__()
-        self.rank = rank
+        self.heads, self.rows, self.columns, self.rank = heads, rows, columns, rank
         if rank:
             self.left = nn.Parameter(torch.empty(heads, rows, rank))
             self.right = nn.Parameter(torch.empty(heads, rank, columns))
@@ -159,6 +192,11 @@ class InitialWeight(nn.Module):
             init.normal_(self.right, std=config.lact_init_gain * self.right.shape[-1] ** -0.5)
         else:
             init.normal_(self.weight, std=self.weight.shape[-1] ** -0.5)
+
+    @property
+    def flops(self) -> int:
+        """Of making the matrices."""
+        return 2 * self.heads * self.rows * self.rank * self.columns
 
     def forward(self) -> Tensor:
         """The matrices `[H, rows, columns]`."""

@@ -15,8 +15,10 @@ from transformers import initialization as init
 
 from ...kernels import LinearAttentionState, linear_attention
 from ...kernels.contract import compute_dtype
+from ...kernels.costs import Cost
+from ...kernels.falcon.cost import scan_flops
 from ...registry import register_mixer
-from ..blocks import FEATURE_MAPS, FastWeightMixer, at_least_float32
+from ..blocks import FEATURE_MAPS, FastWeightMixer, at_least_float32, half_life
 
 INITIAL_DECAY = 0.999
 
@@ -64,6 +66,16 @@ class LinearAttentionMixer(FastWeightMixer):
         if memory is not None:
             memory.write(**state._asdict())
         return self.merge(o, hidden)
+
+    def health(self, hidden: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The half-life, where there is decay, beside the norm."""
+        log_decay = self._log_decay(hidden)
+        return {**super().health(hidden, state), **({} if log_decay is None else {"half_life": half_life(log_decay)})}
+
+    def cost(self, tokens: int) -> Cost:
+        """What `tokens` tokens cost; the normaliser is one more value column."""
+        more = 4 * self.heads * self.key_size
+        return self.operator_cost(scan_flops(False, tokens, self.key_size, self.value_size + 1), more)
 
     def _log_decay(self, hidden: Tensor) -> Tensor | None:
         """`[B, T, H]`, at most 0, or None."""
