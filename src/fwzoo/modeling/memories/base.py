@@ -118,13 +118,6 @@ class FastMemory(StagedBuffers):
         gate = at_least_float32(self.g_proj(self.g_norm(hidden)).squeeze(-1))
         return gate.sigmoid() if self.config.gate_activation == "sigmoid" else gate
 
-    def _gate(self, hidden: Tensor) -> Tensor:
-        """`[B, T]`, float32 or wider."""
-        gate = self.g_proj(self.g_norm(hidden)).squeeze(-1)
-        if gate.dtype in (torch.float16, torch.bfloat16):
-            gate = gate.float()
-        return gate.sigmoid() if self.config.gate_activation == "sigmoid" else gate
-
     def health(self, hidden: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Numbers that show whether the memory works, for hidden `[B, T, D]` and what it wrote; see `MemoryHealthCallback`."""
         return {"gate": self._gate(hidden).mean(), **self.written(self.flush(self.state(state)))}
