@@ -138,8 +138,10 @@ def config_of(layout: str, settings: Settings, size: int, extra: int, intermedia
 
 @torch.no_grad()
 def bytes_held(config: Any, tokens: int) -> int:
-    """Bytes of state of one sequence after `tokens` tokens."""
-    model = AutoModelForCausalLM.from_config(config).eval()
+    """Bytes of state of one sequence after `tokens` tokens (of a memory that writes rows: with the weights of seed 0)."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval()
     cache = FastWeightCache(config)
     model.get_decoder()(torch.arange(tokens)[None] % config.vocab_size, use_cache=True, **{CACHE_KEY: cache})
     return cache.nbytes
