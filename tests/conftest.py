@@ -6,18 +6,21 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from fwzoo.kernels.contract import INTERPRETING
+
 settings.register_profile("fwzoo", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("fwzoo")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are collected everywhere and skipped where there is no CUDA device."""
+    """Skip what this process cannot run: `gpu` needs a CUDA device, `triton` one or the interpreter."""
     if torch.cuda.is_available():
         return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        elif item.get_closest_marker("triton") and not INTERPRETING:
+            item.add_marker(pytest.mark.skip(reason="run by test_triton_interpreter.py in a process of its own"))
 
 
 @pytest.fixture(autouse=True)

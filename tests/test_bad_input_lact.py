@@ -92,9 +92,15 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str, str, str]] = {
     "NaN under debug": (lambda: debugged(k=nan), ValueError, "k", "not finite", "finite"),
     "config without memory heads": (lambda: config(num_lact_heads=0), ValueError, "num_lact_heads", "0", "at least 1"),
     "memory heads that do not divide": (lambda: config(num_lact_heads=3), ValueError, "num_lact_heads", "3", "divide"),
+    "memory heads that do not divide the channels": (
+        lambda: config(num_attention_heads=3, head_dim=6, num_lact_heads=4), ValueError, "num_lact_heads", "4", "= 18"),
     "attention heads that do not divide": (
-        lambda: config(num_attention_heads=3, head_dim=8), ValueError, "num_attention_heads", "3", "divide"),
-    "odd attention heads": (lambda: config(num_attention_heads=32), ValueError, "num_attention_heads", "32", "even"),
+        lambda: config(num_attention_heads=3), ValueError, "num_attention_heads", "3", "divide"),
+    "odd attention heads": (lambda: config(num_attention_heads=32), ValueError, "head_dim", "1", "even"),
+    "config norm a head": (
+        lambda: config(lact_qk_norm_per_head=True), ValueError, "lact_qk_norm_per_head", "True", "no norm"),
+    "config scaling": (
+        lambda: config(lact_rotary_scaling={"rope_type": "dynamic"}), ValueError, "lact_rotary_scaling", "dynamic", "yarn"),
     "config window": (lambda: config(lact_window=0), ValueError, "lact_window", "0", "at least 1"),
     "config chunk": (lambda: config(lact_chunk_size=-8), ValueError, "lact_chunk_size", "-8", "at least 1"),
     "config rank": (lambda: config(lact_rank=-1), ValueError, "lact_rank", "-1", "at least 0"),

@@ -92,6 +92,11 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str, str, str]] = {
     "no key heads": (lambda: tiny(FULL, num_key_value_heads=0), ValueError, "num_key_value_heads", "0", "at least 1"),
     "odd heads": (lambda: tiny(FULL, head_dim=7), ValueError, "head_dim", "7", "even"),
     "rotary base": (lambda: tiny(FULL, rotary_base=1.0), ValueError, "rotary_base", "1.0", "greater than 1"),
+    "rotary scaling that depends on the length": (
+        lambda: tiny(FULL, rotary_scaling={"rope_type": "dynamic", "factor": 2.0}), ValueError, "rotary_scaling", "dynamic", "llama3"),
+    "rotary scaling that lacks something": (
+        lambda: tiny(FULL, rotary_scaling={"rope_type": "llama3", "factor": 2.0}), ValueError, "rotary_scaling", "2.0", "needs"),
+    "bias": (lambda: tiny(FULL, attention_qkv_bias="yes"), ValueError, "attention_qkv_bias", "'yes'", "True"),
     "logit scaling": (lambda: tiny(FULL, logit_scaling="ln"), ValueError, "logit_scaling", "'ln'", "'ssmax'"),
     "training length": (lambda: tiny(FULL, training_length=1), ValueError, "training_length", "1", "at least 2"),
     "probability": (lambda: tiny(FULL, swa_probability=1.5), ValueError, "swa_probability", "1.5", "between 0 and 1"),

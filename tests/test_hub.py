@@ -175,3 +175,22 @@ sys.exit(codes != [2, 2])
     assert "REPOSITORY: 'reader/other' cannot be written" in said[1] and "401" in said[1]
     assert "REPOSITORY: 'reader/other' cannot be written" in said[2] and "refused" in said[2]
     assert "reader/other" not in hub.repositories
+
+
+UPCYCLE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+target = sys.argv[1]
+sizes = {"vocab_size": 384, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+LlamaForCausalLM(LlamaConfig(**sizes)).push_to_hub("reader/llama")
+assert not command("upcycle", "reader/llama", target, "--layout", "lact", "--window", "8")
+import fwzoo
+from transformers import AutoModelForCausalLM
+fwzoo.conversion.freeze_copied(AutoModelForCausalLM.from_pretrained(target))
+"""
+
+
+def test_a_model_of_the_hub_is_upcycled(hub: Hub, tmp_path: Path) -> None:
+    done = process(hub, tmp_path / "home", UPCYCLE, tmp_path / "hybrid")
+    assert done.returncode == 0, done.stderr
+    assert "base_model: reader/llama" in (tmp_path / "hybrid" / "README.md").read_text()
+    assert "copied 15, initialised 24, joined 2, zero 4" in done.stdout

@@ -163,6 +163,25 @@ def convert(
 
 
 @app.command()
+def upcycle(
+    source: Annotated[str, typer.Argument(help="A folder or Hub name of a Llama, Mistral, Qwen2 or Qwen3 model.")],
+    target: Annotated[Path, typer.Argument(help="A new folder for the hybrid.")],
+    layout: Annotated[str, typer.Option(help="What every layer becomes: 'fa+lact@4,8' keeps all but layers 4 and 8.")],
+    window: Annotated[
+        int | None, _number("Tokens that sliding attention and LaCT's attention see (default: 2048).", int, 1)
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="NAME=VALUE, a field of a new layer; may be given again.")
+    ] = None,
+    seed: Annotated[int, _number("Seed of what is initialised at random.", int, 0)] = 0,
+) -> None:
+    """Turn a pretrained attention model into a hybrid that begins as the same function."""
+    from fwzoo.commands.upcycle import run
+
+    run(source, target, layout, window, set_ or [], seed)
+
+
+@app.command()
 def info(
     model_or_arch: Annotated[str, typer.Argument(help="A model folder, a Hub name or a registered architecture.")],
 ) -> None:
@@ -268,6 +287,18 @@ def compare(
     budget = (steps, sequence_length, batch_size, lr, seeds)
     contexts = sorted(set(context or [512, 4096, 32768]))
     run(text or [], layout or list(DEFAULT), out, sizes, *budget, contexts, tokenizer, eval_rows)
+
+
+@app.command()
+def selftest(
+    op: Annotated[str | None, typer.Option(help="Only this operator, for example falcon.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda (default: cuda where there is one).")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Compare every kernel with its definition on this machine, and say whether it is right."""
+    from fwzoo.commands.selftest import run
+
+    raise typer.Exit(run(op, device, json))
 
 
 @app.command()

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from .. import registry
 from ..registry import register_architecture, register_mixer_options
 from .base import FwzooConfig
+from .rotary import check_rotary
 
 PRESETS: dict[str, dict[str, Any]] = {
     "760m": {"hidden_size": 1536, "intermediate_size": 4096},
@@ -23,10 +24,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 class LactConfig(FwzooConfig):
     """LaCT: sliding-window attention and a fast SwiGLU that is updated once a chunk of tokens, in every layer.
 
-    Both branches share one projection. `num_attention_heads` are the heads of the window branch, of size D / heads.
+    Both branches share one projection to query, key and value of E = num_attention_heads * head_dim channels each.
 
     Args:
-        num_lact_heads: heads of the fast memory, of size d = D / heads.
+        num_lact_heads: heads of the fast memory, of size d = E / heads.
         lact_chunk_size: tokens of a document in one update.
         lact_window: tokens that a token of the window branch sees, itself included.
         lact_expansion: hidden size of the fast SwiGLU over d.
@@ -37,9 +38,10 @@ class LactConfig(FwzooConfig):
         lact_rate_per_channel: d rates a head and matrix instead of one; needs an expansion of 1.
         lact_output_scale: multiply the memory's output by SiLU of a projection, one value a head.
         lact_nope: no rotary embedding in the memory branch.
-        lact_qk_norm: RMSNorm of query and key over the whole width. lact_qkv_bias: bias of the projection.
+        lact_qk_norm: RMSNorm of query and key over all channels. lact_qk_norm_per_head: over a head of the window branch instead.
+        lact_qkv_bias, lact_output_bias: biases of the projections.
         lact_qkv_silu: SiLU on the memory's query, key and value; lact_v_silu: on the value too.
-        lact_rotary_base: base of the rotary embedding.
+        lact_rotary_base, lact_rotary_scaling: as `rotary_base` and `rotary_scaling` of attention.
     """
 
     model_type = "lact"
@@ -58,10 +60,13 @@ class LactConfig(FwzooConfig):
     lact_output_scale: bool = True
     lact_nope: bool = False
     lact_qk_norm: bool = False
+    lact_qk_norm_per_head: bool = False
     lact_qkv_bias: bool = False
+    lact_output_bias: bool = False
     lact_qkv_silu: bool = True
     lact_v_silu: bool = True
     lact_rotary_base: float = 1e6
+    lact_rotary_scaling: dict[str, Any] | None = None
 
     @staticmethod
     def check_options(config: Any) -> None:
@@ -71,17 +76,14 @@ class LactConfig(FwzooConfig):
         for name in LactConfig.options():
             if isinstance(LactConfig.__dataclass_fields__[name].default, bool):
                 config._check_choice(name, (True, False))
-        for name in ("num_attention_heads", "num_lact_heads"):
-            if config.hidden_size % getattr(config, name):
-                raise ValueError(
-                    f"{name} is {getattr(config, name)}; it must divide hidden_size = {config.hidden_size}"
-                )
-        if config.hidden_size // config.num_attention_heads % 2:
+        if config.head_dim % 2:
+            raise ValueError(f"head_dim is {config.head_dim}; it must be even for rotary positions")
+        channels = config.num_attention_heads * config.head_dim
+        if channels % config.num_lact_heads:
             raise ValueError(
-                f"num_attention_heads is {config.num_attention_heads}; hidden_size / num_attention_heads = "
-                f"{config.hidden_size // config.num_attention_heads} must be even for the rotary embedding"
+                f"num_lact_heads is {config.num_lact_heads}; it must divide num_attention_heads * head_dim = {channels}"
             )
-        size = config.hidden_size // config.num_lact_heads
+        size = channels // config.num_lact_heads
         if not config.lact_expansion * size >= 1:
             raise ValueError(f"lact_expansion is {config.lact_expansion!r}; it must be at least 1 / {size}")
         if config.lact_rate_per_channel and int(config.lact_expansion * size) != size:
@@ -91,6 +93,9 @@ class LactConfig(FwzooConfig):
         for name in ("lact_init_gain", "lact_rotary_base"):
             if not getattr(config, name) > 0:
                 raise ValueError(f"{name} is {getattr(config, name)!r}; it must be greater than 0")
+        if config.lact_qk_norm_per_head and not config.lact_qk_norm:
+            raise ValueError("lact_qk_norm_per_head is True and lact_qk_norm False; there is no norm to be one a head")
+        check_rotary(config, "lact_")
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> LactConfig:

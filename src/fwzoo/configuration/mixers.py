@@ -6,6 +6,7 @@ from typing import Any
 
 from ..registry import register_mixer_options
 from .base import FwzooConfig
+from .rotary import check_rotary
 
 
 @register_mixer_options("full_attention", "sliding_attention")
@@ -16,8 +17,10 @@ class AttentionOptions(FwzooConfig):
         num_key_value_heads: key and value heads, each shared by a group of query heads; None means
             `num_attention_heads`.
         attention_window: number of tokens that a sliding-window layer sees, itself included.
-        rotary_base: base of the rotary frequencies.
+        rotary_base: base of the rotary frequencies. rotary_scaling: None, or transformers' `rope_parameters` beside the base:
+            "rope_type" (linear, llama3 or yarn) and what that type needs.
         attention_qk_norm: learned RMSNorm of query and key a head.
+        attention_qkv_bias, attention_output_bias: biases of the projections.
         logit_scaling: factor of the logits of a query that sees M keys, for contexts longer than L = training_length:
             "none"; "log": log M / log L; "log_beyond": the same, only where M > L; "yarn": (0.1 log(M / L) + 1)^2, only
             where M > L; "ssmax": s log M with a learned s a head, initially 1 / log L.
@@ -28,7 +31,10 @@ class AttentionOptions(FwzooConfig):
     num_key_value_heads: int | None = None
     attention_window: int = 2048
     rotary_base: float = 10000.0
+    rotary_scaling: dict[str, Any] | None = None
     attention_qk_norm: bool = False
+    attention_qkv_bias: bool = False
+    attention_output_bias: bool = False
     logit_scaling: str = "none"
     training_length: int = 2048
     swa_probability: float = 0.0
@@ -40,7 +46,8 @@ class AttentionOptions(FwzooConfig):
         config._check_int("num_key_value_heads", 1)
         config._check_int("attention_window", 1)
         config._check_int("training_length", 2)
-        config._check_choice("attention_qk_norm", (True, False))
+        for name in ("attention_qk_norm", "attention_qkv_bias", "attention_output_bias"):
+            config._check_choice(name, (True, False))
         config._check_choice("logit_scaling", ("none", "log", "log_beyond", "yarn", "ssmax"))
         if config.num_attention_heads % config.num_key_value_heads:
             raise ValueError(
@@ -51,6 +58,7 @@ class AttentionOptions(FwzooConfig):
             raise ValueError(f"head_dim is {config.head_dim}; it must be even for rotary positions")
         if not config.rotary_base > 1:
             raise ValueError(f"rotary_base is {config.rotary_base!r}; it must be greater than 1")
+        check_rotary(config)
         if not 0 <= config.swa_probability <= 1:
             raise ValueError(f"swa_probability is {config.swa_probability!r}; it must be between 0 and 1")
 

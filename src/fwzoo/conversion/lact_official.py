@@ -131,6 +131,15 @@ def fields_to_official(config: Any) -> dict[str, Any]:
     for name, only in (("mixers", "lact"), ("feed_forwards", "mlp")):
         if other := set(getattr(config, name)) - {only}:
             raise ValueError(f"{name} holds {sorted(other)[0]!r}; the public layout has {only!r} in every layer")
+    only_ours = {
+        "head_dim": config.hidden_size // config.num_attention_heads,
+        "lact_qk_norm_per_head": False,
+        "lact_output_bias": False,
+        "lact_rotary_scaling": None,
+    }
+    for name, value in only_ours.items():
+        if getattr(config, name) != value:
+            raise ValueError(f"{name} is {getattr(config, name)!r}; the public layout has {value!r} only")
     return {
         "architectures": ["LaCTForCausalLM"],
         **{name: values[0] for name, values in FIXED.items()},

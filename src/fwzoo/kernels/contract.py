@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import itertools
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -19,13 +21,20 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .samples import Draw, Sample
+
 logger = logging.getLogger("fwzoo.kernels")
 
 State = TypeVar("State", bound=tuple[Tensor, ...])
 
 LEVELS = ("reference", "chunk", "triton")
+LARGEST = 256  # K and V that the Triton kernels take
+MOST_TOKENS = 16  # of a call that a step kernel takes; more are faster in chunks
+TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 _debug: ContextVar[bool] = ContextVar("fwzoo_debug", default=False)
+_overwriting: ContextVar[bool] = ContextVar("fwzoo_overwriting", default=False)
 
 
 @contextlib.contextmanager
@@ -46,6 +55,21 @@ def debug(enabled: bool = True) -> Iterator[None]:
 def debugging() -> bool:
     """Whether `debug()` is active here (never while compiling)."""
     return not torch.compiler.is_compiling() and _debug.get()
+
+
+@contextlib.contextmanager
+def overwriting_states() -> Iterator[None]:
+    """Within this context, an operator may write the new state into the tensors of the state it was given."""
+    token = _overwriting.set(True)
+    try:
+        yield
+    finally:
+        _overwriting.reset(token)
+
+
+def may_overwrite_states() -> bool:
+    """Whether `overwriting_states()` is active here."""
+    return _overwriting.get()
 
 
 @dataclass(frozen=True)
@@ -70,52 +94,94 @@ class Op:
         name: public name, as in `fwzoo.kernels.<name>`.
         levels: level name to implementation.
         short: up to this many tokens a CPU runs the token loop faster than the chunk form.
+        samples: random calls for `fwzoo selftest`, from what draws their tensors.
     """
 
     name: str
     levels: dict[str, Callable[..., Any]]
     short: int = 0
+    samples: Callable[[Draw], Iterator[Sample]] = lambda draw: iter(())
 
-    def unavailable(self, level: str) -> str | None:
-        """Why `level` cannot run, or None."""
-        if level in self.levels:
-            return None
-        return f"{self.name} has no {level} level in this version of fwzoo"
+    def unavailable(self, level: str, tensors: Sequence[Tensor] = (), limit: str | None = None) -> str | None:
+        """Why `level` cannot run on `tensors` (query, key, value, ...), or None; `limit` is the operator's own reason."""
+        if level not in self.levels:
+            return f"{self.name} has no {level} level in this version of fwzoo"
+        return (triton_cannot_run(tensors) or limit) if level == "triton" else None
 
-    def choose(self, tokens: int) -> tuple[str, str]:
+    def choose(self, tokens: int, tensors: Sequence[Tensor] = (), limit: str | None = None) -> tuple[str, str]:
         """The level that `auto` takes for a call of `tokens` tokens, and the reason."""
+        if tensors and tensors[0].is_cuda and self.unavailable("triton", tensors, limit) is None:
+            return "triton", "the tensors are on a CUDA device"
         if tokens <= self.short:
             return "reference", f"a call of at most {self.short} tokens is fastest as a token loop"
         return "chunk", "fastest available level" + (f" for more than {self.short} tokens" if self.short else "")
 
-    def resolve(self, level: str, tokens: int) -> Callable[..., Any]:
-        """The implementation to run. Raises ValueError for a level that does not exist or cannot run."""
+    def resolve(
+        self, level: str, tokens: int, tensors: Sequence[Tensor] = (), limit: str | None = None
+    ) -> Callable[..., Any]:
+        """The implementation to run, the reference where there is no token.
+
+        Raises ValueError for a level that does not exist or cannot run.
+
+        Args:
+            level: as the caller gave it. tokens: T.
+            tensors: query, key, value, ...: what they are decides whether the Triton kernels can run.
+            limit: why this call's options keep it from the Triton kernels, or None.
+        """
         if level == "auto":
-            level, reason = self.choose(tokens)
+            level, reason = self.choose(tokens, tensors, limit)
             if not torch.compiler.is_compiling() and (self.name, reason) not in _LOGGED:
                 _LOGGED.add((self.name, reason))
                 logger.info("%s: level %s, because %s", self.name, level, reason)
         else:
             one_of("level", level, ("auto", *LEVELS))
-            if (why := self.unavailable(level)) is not None:
-                raise ValueError(f"level is {level!r}, but {why}; use 'auto' or one of {sorted(self.levels)}")
-        return functools.partial(_without_autocast, self.levels[level])
+            if (why := self.unavailable(level, tensors, limit)) is not None:
+                allowed = sorted(name for name in self.levels if self.unavailable(name, tensors, limit) is None)
+                raise ValueError(f"level is {level!r}, but {why}; use 'auto' or one of {allowed}")
+        return functools.partial(_without_autocast, self.levels[level if tokens else "reference"])
 
-    def explain(self, tokens: int) -> Explanation:
+    def explain(self, tokens: int, tensors: Sequence[Tensor] = ()) -> Explanation:
         """What `auto` would do for a call of `tokens` tokens."""
-        chosen, reason = self.choose(tokens)
+        chosen, reason = self.choose(tokens, tensors)
         others = {
-            level: self.unavailable(level) or f"{chosen} is faster here; level={level!r} runs when asked for"
+            level: self.unavailable(level, tensors) or f"{chosen} is faster here; level={level!r} runs when asked for"
             for level in LEVELS
             if level != chosen
         }
         return Explanation(self.name, chosen, reason, others)
 
 
+def triton_cannot_run(tensors: Sequence[Tensor]) -> str | None:
+    """Why no Triton kernel can run on query, key, value, ..., or None. The device of the tensors decides."""
+    if not TRITON:
+        return "the package triton is not installed"
+    if not tensors:
+        return "there are no tensors to run on"
+    q, v = tensors[0], tensors[2] if len(tensors) > 2 else tensors[0]
+    if not q.is_cuda and not (INTERPRETING and q.device.type == "cpu"):
+        return f"the tensors are on {q.device}, and Triton needs a CUDA device"
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"the tensors are {q.dtype}, and the Triton kernels take float32, bfloat16 and float16"
+    sizes = {"K": q.shape[-1], "V": v.shape[-1]}
+    for name, size in sizes.items():
+        if size > LARGEST:
+            return f"{name} is {size}, and the Triton kernels take {name} up to {LARGEST}"
+    return None
+
+
+def few_tokens(tensors: Sequence[Tensor | None], mask: Tensor | None, bounds: list[int] | None) -> bool:
+    """Whether these inputs are a few tokens that need no backward pass (with a mask, one token)."""
+    if bounds is not None or tensors[0] is None or torch.compiler.is_compiling():
+        return False
+    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    return not wanted and 1 <= tensors[0].shape[1] <= (MOST_TOKENS if mask is None else 1)
+
+
 def _without_autocast(run: Callable[..., Any], q: Tensor, *arguments: Any) -> Any:
     """Call a level as it is written: under autocast its products, and its state with them, would be 16 bit."""
     device = q.device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
+    if not (available and torch.is_autocast_enabled(device)):
         return run(q, *arguments)
     with torch.autocast(device, enabled=False):
         return run(q, *arguments)
@@ -129,6 +195,11 @@ def register(op: Op) -> Op:
     """Make an operator known to `explain`."""
     _OPS[op.name] = op
     return op
+
+
+def operators() -> dict[str, Op]:
+    """Every operator by name."""
+    return dict(_OPS)
 
 
 def explain(op: str | Callable[..., Any], *tensors: Tensor) -> Explanation:
@@ -145,7 +216,7 @@ def explain(op: str | Callable[..., Any], *tensors: Tensor) -> Explanation:
     one_of("op", name, tuple(_OPS))
     if not tensors or tensors[0].ndim < 2:
         raise ValueError(f"tensors has {len(tensors)} entries; give the operator's inputs, query [B, T, H, K] first")
-    return _OPS[name].explain(tensors[0].shape[1])
+    return _OPS[name].explain(tensors[0].shape[1], tensors)
 
 
 # --- checks: each raises one sentence that names the argument, what it was and what is allowed ---
@@ -218,17 +289,30 @@ def check_gate(name: str, value: Any, q: Tensor) -> None:
     same_device(name, value, q)
 
 
-def check_state(state: Any, empty: State) -> State:
-    """`state` in the dtypes of `empty`, the state before the first token; raises unless all fields have its shapes."""
+def check_state(state: Any, empty: State, q: Tensor | None = None) -> State:
+    """`state` in the dtypes of `empty`, the state before the first token; raises unless all fields have its shapes.
+
+    `q` is on the device where the state must be; None means that `empty` is.
+    """
     if not isinstance(state, type(empty)):
         raise TypeError(f"state is a {type(state).__name__}; it must be a fwzoo.kernels.{type(empty).__name__}")
     for name, field, like in zip(empty._fields, state, empty, strict=True):  # type: ignore[attr-defined]
         is_tensor(f"state.{name}", field, like.ndim, floating=like.is_floating_point())
         has_shape(f"state.{name}", field, like.shape, "[N, ...]")
-        same_device(f"state.{name}", field, like)
+        same_device(f"state.{name}", field, like if q is None else q)
         if not like.is_floating_point() and field.dtype != like.dtype:
             raise ValueError(f"state.{name} has dtype {field.dtype}; it must be {like.dtype}")
     return type(empty)(*(field.to(like.dtype) for field, like in zip(state, empty, strict=True)))
+
+
+def start_state(state: Any, empty: Callable[[Tensor, Tensor], State], q: Tensor, v: Tensor) -> State:
+    """`state`, checked as by `check_state`, or `empty(q, v)` where it is None.
+
+    An empty state to compare with is made without storage, so that a decoding step does not fill one for nothing.
+    """
+    if state is None:
+        return empty(q, v)
+    return check_state(state, empty(*(x.new_empty(x.shape, device="meta") for x in (q, v))), q)
 
 
 def check_values(tensors: Mapping[str, Tensor], mask: Tensor | None) -> None:

@@ -5,6 +5,7 @@ Axis letters: N sequences, P = window - 1 past tokens, F head size; the others a
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..configuration.rotary import ScaledRotary
 from ..kernels.contract import compute_dtype
 from ..kernels.tiling import Tiling
 
@@ -47,14 +49,29 @@ def token_positions(
     return seen[:, :-1] + offset, total
 
 
-def rotary(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Rotate the two halves of every head of `[B, T, H, F]` against each other by angles `position * theta^(-2i / F)`."""
+def rotary(x: Tensor, positions: Tensor, theta: float, scaled: ScaledRotary | None = None) -> Tensor:
+    """Rotate the two halves of every head of `[B, T, H, F]` against each other by angles `position * theta^(-2i / F)`,
+
+    or by those of `scaled`, with its factor.
+    """
     dtype, size = compute_dtype(x.dtype), x.shape[-1]
-    frequencies = theta ** (-torch.arange(0, size, 2, dtype=dtype, device=x.device) / size)
+    if scaled is None:
+        frequencies = 1 / theta ** (torch.arange(0, size, 2, dtype=dtype, device=x.device) / size)
+    else:
+        frequencies = _on_device(scaled.frequencies, dtype, x.device)
     angles = positions[..., None, None].to(dtype) * frequencies
     cos, sin = angles.cos(), angles.sin()
+    if scaled is not None:
+        cos, sin = cos * scaled.factor, sin * scaled.factor
     a, b = x.to(dtype).chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _on_device(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Constants, copied once: a copy makes the CPU wait and cannot be part of a CUDA graph."""
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, dtype=dtype, device=device)
 
 
 def window_attention(

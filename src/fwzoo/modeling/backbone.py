@@ -26,6 +26,7 @@ from ..kernels import explain
 from ..kernels.contract import whole_number
 from .cache import CACHE_KEY, FastWeightCache, FastWeightLayer, LayerMemory, holds_fast_weights
 from .code import check_code
+from .decoding import graphed_decoding, graphed_step
 from .loss import head_loss
 from .memories.base import FastMemory, StagedBuffers, generating
 
@@ -139,7 +140,8 @@ class FwzooPreTrainedModel(PreTrainedModel):
     def kernel_report(self, tokens: int = 4096) -> list[tuple[int, str, str, str]]:
         """Which kernel level every layer runs for a call of `tokens` tokens: (layer, mixer, level, reason)."""
         rows = []
-        probe = torch.empty(1, tokens, 1, 1, device="meta")
+        weight = next(self.parameters())
+        probe = weight.new_empty(1, 1, 1, 1).expand(1, tokens, 1, 1)
         for index, block in enumerate(self.get_decoder().layers):
             if block.mixer.operator is None:
                 rows.append((index, self.config.mixers[index], "sdpa", "softmax attention is torch's own kernel"))
@@ -312,6 +314,11 @@ class FwzooModel(FwzooPreTrainedModel):
             **{CACHE_KEY: past if use_cache else None},
         )
 
+    def steps_alike(self) -> bool:
+        """Whether decoding one token does the same work on tensors of the same shapes every time, in every layer."""
+        parts = (part for layer in self.layers for part in (layer.mixer, layer.feed_forward, layer.memory))
+        return all(part is None or getattr(part, "steps_alike", False) for part in parts)
+
     def memories(self) -> dict[int, StagedBuffers]:
         """The memory of every layer that has one, by layer number."""
         slots = ((i, slot) for i, layer in enumerate(self.layers) for slot in (layer.feed_forward, layer.memory))
@@ -476,6 +483,17 @@ class FwzooForCausalLM(FwzooPreTrainedModel, GenerationMixin):
         """
         # not in the signature: the Trainer takes every parameter called so for a column that each batch must have
         shift_labels = kwargs.pop("shift_labels", None)
+        past = cache if past_key_values is None else past_key_values
+        others = (inputs_embeds, labels, shift_labels, cu_seq_lens_q, seq_idx, *kwargs.values())
+        if (
+            (graphed := graphed_step()) is not None
+            and not any(x is not None and x is not False for x in others)
+            and graphed.allows(self, input_ids, past)
+        ):
+            assert input_ids is not None and past is not None
+            mask = self.model._token_mask(attention_mask, input_ids, past)
+            if (logits := graphed(self._step, input_ids, mask, past)) is not None:
+                return CausalLMOutputWithPast(logits=logits, **{CACHE_KEY: past})
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -517,9 +535,19 @@ class FwzooForCausalLM(FwzooPreTrainedModel, GenerationMixin):
             **{CACHE_KEY: getattr(outputs, CACHE_KEY)},
         )
 
+    def _step(self, input_ids: Tensor, mask: Tensor | None, cache: FastWeightCache) -> Tensor:
+        """Logits of one decoding step, which advances the cache."""
+        outputs = self.model(input_ids, attention_mask=mask, use_cache=True, **{CACHE_KEY: cache})
+        return self.lm_head(outputs.last_hidden_state)
+
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' `generate`; every sequence has its own memory, in training mode too."""
-        with generating():
+        """transformers' `generate`; every sequence has its own memory, in training mode too.
+
+        On a GPU, decoding steps run as a CUDA graph where every layer's state has a fixed size; `disable_compile=True`
+        (an option of transformers' generation configuration) turns that off.
+        """
+        config = kwargs.get("generation_config") or self.generation_config
+        with generating(), graphed_decoding(not kwargs.get("disable_compile", config.disable_compile)):
             return super().generate(*args, **kwargs)
 
     def _prepare_cache_for_generation(

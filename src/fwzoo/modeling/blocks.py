@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from .. import registry
-from ..kernels.contract import check_cu_seqlens
+from ..kernels.contract import TRITON, check_cu_seqlens, few_tokens
 from ..kernels.costs import Cost
 from ..kernels.tiling import Tiling
 
@@ -33,6 +34,21 @@ def half_life(log_decay: Tensor) -> Tensor:
     """Tokens after which half of what was written is left, in the median head; log_decay `[B, T, H, ...]`, at most 0."""
     a_token = log_decay.flatten(0, 1).mean(0).clamp(max=-1e-9)
     return (-math.log(2) / a_token).median()
+
+
+def head_norm(x: Tensor, kind: str | None, eps: float) -> Tensor:
+    """Norm over the last axis, in the dtype of x: "rms" (mean square 1), "l2" (length 1) or None."""
+    if kind == "rms":
+        return F.rms_norm(x, x.shape[-1:], eps=eps).to(x.dtype)  # autocast computes norms in float32
+    if kind == "l2":
+        return F.normalize(at_least_float32(x), dim=-1, eps=eps).to(x.dtype)
+    return x
+
+
+def fused_convolution(config: Any, x: Tensor) -> bool:
+    """Whether the convolution before this mixer runs as one kernel with SiLU and norm: on a GPU."""
+    fits = max(config.head_dim, config.value_head_dim) <= 256 and x.dtype != torch.float64
+    return x.is_cuda and TRITON and x.shape[1] > 0 and fits and config.kernel_level in ("auto", "triton")
 
 
 class ShortConvolution(nn.Module):
@@ -60,16 +76,58 @@ class ShortConvolution(nn.Module):
             past = x.new_zeros(documents, history, x.shape[2])
         if x.shape[1] == 0:
             return x, past
-        whole = mask is None and bounds is None
-        chunk = max(x.shape[1] if whole else 64, history, 1)
+        if bounds is None and (mask is None or x.shape[1] == 1):
+            stream = torch.cat([past, x if mask is None else torch.where(mask[..., None], x, 0)], 1)
+            y, new = self._filter(stream, x.shape[1]), stream[:, x.shape[1] :].clone()
+            if mask is not None:
+                y, new = torch.where(mask[..., None], y, 0), torch.where(mask[..., None], new, past)
+            return y, new
+        chunk = max(64, history)
         tiling = Tiling(x.shape[0], x.shape[1], chunk, mask=mask, bounds=bounds, device=x.device)
         past = tiling.enter(past)
         tiles = tiling.tile(x[:, :, None])
-        stream = torch.cat([tiling.before(tiles, history, past[:, None]), tiles], 1)
-        y = sum((stream[:, i : i + chunk] * self.weight[:, i] for i in range(self.size)), x.new_zeros(()))
+        y = self._filter(torch.cat([tiling.before(tiles, history, past[:, None]), tiles], 1), chunk)
         back = tiling.lengths[:, None] + torch.arange(history, device=x.device)
         new = tiling.stream(past[:, :, None], tiles, back).squeeze(2)
-        return F.silu(tiling.untile(y, 1).squeeze(2)), tiling.leave(new)
+        return tiling.untile(y, 1).squeeze(2), tiling.leave(new)
+
+    def fused(
+        self,
+        parts: Sequence[Tensor],
+        sizes: Sequence[int],
+        norms: Sequence[str | None],
+        eps: float,
+        past: Tensor | None,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> tuple[list[Tensor], Tensor]:
+        """The same on a GPU in one pass, for channels that come in parts `[B, T, D_i]` of heads of a size, each with its norm.
+
+        Returns: every part as `[B, T, H, size]`, and the new past.
+        """
+        from ..kernels import convolution  # only here: fwzoo does not need triton
+        from ..kernels.ranks import make_ranks
+
+        bounds = check_cu_seqlens(cu_seqlens, parts[0])
+        if past is not None and parts[0].shape[1] == 1 and few_tokens((*parts, self.weight, past), mask, bounds):
+            found, new = convolution.convolution_step(parts, self.weight, past, mask, heads=sizes, norms=norms, eps=eps)
+            return [x.unflatten(-1, (-1, size)) for x, size in zip(found, sizes, strict=True)], new
+        ranks = make_ranks(parts[0], mask, bounds)
+        widths = [part.shape[2] for part in parts]
+        pasts = [None] * len(parts) if past is None else past.split(widths, -1)
+        heads = [
+            convolution.convolution(x, weight, own, ranks, head=size, norm=norm, eps=eps).unflatten(-1, (-1, size))
+            for x, weight, own, size, norm in zip(parts, self.weight.split(widths), pasts, sizes, norms, strict=True)
+        ]
+        if past is None:
+            past = parts[0].new_zeros(ranks.documents, self.size - 1, sum(widths))
+        kept = [convolution.last_inputs(x, own, ranks) for x, own in zip(parts, past.split(widths, -1), strict=True)]
+        return heads, torch.cat(kept, -1)
+
+    def _filter(self, stream: Tensor, tokens: int) -> Tensor:
+        """The last `tokens` outputs of a stream `[M, size - 1 + tokens, D]`."""
+        taps = (stream[:, i : i + tokens] * self.weight[:, i] for i in range(self.size))
+        return F.silu(sum(taps, stream.new_zeros(()))).to(stream.dtype)  # autocast leaves the weight in float32
 
     @property
     def state_bytes(self) -> int:
@@ -94,6 +152,8 @@ class FastWeightMixer(nn.Module):
         gate: multiply the output by SiLU of a projection of the input.
     """
 
+    steps_alike: ClassVar[bool] = True
+
     def __init__(self, config: Any, *, conv: int, gate: bool) -> None:
         super().__init__()
         self.config = config
@@ -107,17 +167,45 @@ class FastWeightMixer(nn.Module):
         self.norm = nn.RMSNorm(self.value_size, eps=config.norm_eps)
         self.conv = ShortConvolution(2 * keys + values, conv) if conv else None
 
+    def forward(
+        self, hidden: Tensor, memory: Any = None, mask: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
+        """hidden `[B, T, D]`; memory: `LayerMemory` or None; mask bool `[B, T]`; cu_seqlens int64 `[S + 1]`."""
+        past = {} if memory is None else memory.read()
+        q, k, v, new = self.project(hidden, past, mask, cu_seqlens)
+        options = {"mask": mask, "cu_seqlens": cu_seqlens, "level": self.config.kernel_level}
+        o, state = self.remember(q, k, v, hidden, past, **options)
+        if memory is not None:
+            memory.write(**new, **state._asdict())
+        return self.merge(o, hidden)
+
+    def remember(
+        self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, past: dict[str, Tensor], **options: Any
+    ) -> tuple[Tensor, Any]:
+        """The operator on q, k, v `[B, T, H, .]`, going on from the state fields `past`: what it read and its new state."""
+        raise NotImplementedError
+
+    @property
+    def query_key_norm(self) -> tuple[str | None, float]:
+        """Norm of query and key, "rms", "l2" or None, and its epsilon."""
+        return None, 0.0
+
     def project(
         self, hidden: Tensor, past: dict[str, Tensor], mask: Tensor | None, cu_seqlens: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-        """q, k `[B, T, H, K]`, v `[B, T, H, V]`, and the convolution's new past; takes its old one out of `past`."""
-        qkv = torch.cat([self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)], -1)
+        """q, k `[B, T, H, K]`, normed; v `[B, T, H, V]`; and the convolution's new past, whose old one is taken from `past`."""
+        projected = [self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)]
+        norm, eps = self.query_key_norm
+        sizes, norms = (self.key_size, self.key_size, self.value_size), (norm, norm, None)
         new: dict[str, Tensor] = {}
+        if self.conv is not None and fused_convolution(self.config, hidden):
+            heads, new["conv"] = self.conv.fused(projected, sizes, norms, eps, past.pop("conv", None), mask, cu_seqlens)
+            return *heads, new
         if self.conv is not None:
-            qkv, new["conv"] = self.conv(qkv, past.pop("conv", None), mask, cu_seqlens)
-        sizes = (self.heads * self.key_size, self.heads * self.key_size, self.heads * self.value_size)
-        q, k, v = (x.unflatten(-1, (self.heads, -1)) for x in qkv.split(sizes, -1))
-        return q, k, v, new
+            x, new["conv"] = self.conv(torch.cat(projected, -1), past.pop("conv", None), mask, cu_seqlens)
+            projected = list(x.split([self.heads * size for size in sizes], -1))
+        heads = [head_norm(x.unflatten(-1, (self.heads, -1)), n, eps) for x, n in zip(projected, norms, strict=True)]
+        return *heads, new
 
     def health(self, hidden: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Numbers that show whether the memory works, for hidden `[B, T, D]` and what it wrote; see `MemoryHealthCallback`."""
@@ -140,6 +228,8 @@ class FastWeightMixer(nn.Module):
 @registry.register_feed_forward("mlp")
 class SwiGLU(nn.Module):
     """Feed-forward `down(silu(gate(x)) * up(x))`, without biases."""
+
+    steps_alike: ClassVar[bool] = True
 
     def __init__(self, config: Any, layer_index: int) -> None:
         super().__init__()

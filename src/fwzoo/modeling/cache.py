@@ -46,7 +46,8 @@ class LayerMemory:
 
     def write(self, **tensors: Tensor) -> None:
         """Replace what the module holds."""
-        self._layer.tensors.update({f"{self._prefix}{name}": x for name, x in tensors.items()})
+        own = {f"{self._prefix}{name}": x for name, x in tensors.items()}
+        self._layer.tensors = {**self._layer.tensors, **own}
 
 
 @dataclasses.dataclass

@@ -11,13 +11,32 @@ from torch import Tensor
 
 from .. import contract
 from ..contract import Op
+from ..samples import Draw, Sample, Samples
 from .chunk import falcon_chunk
 from .reference import falcon_reference
 from .rules import RULES, FalconState, Options, Rule, empty_state, log_decay
 
 __all__ = ["RULES", "FalconState", "Rule", "falcon", "falcon_log_decay"]
 
-FALCON = contract.register(Op("falcon", {"reference": falcon_reference, "chunk": falcon_chunk}, short=4))
+
+def _samples(draw: Draw) -> Samples:
+    sizes = draw.sizes
+    for name, rule in RULES.items():
+        gain = (sizes.value,) if rule.per_column else ()
+        tokens = {"q": draw.unit_heads(sizes.key), "k": draw.unit_heads(sizes.key), "v": draw.heads(sizes.value)}
+        gates = {"beta": 2 * draw.gate(*gain), "ridge": 0.1 * draw.gate()}
+        yield Sample(name, tokens, gates, options={"rule": name})
+
+
+def _triton(*arguments: Any) -> tuple[Tensor, FalconState]:
+    from .triton import falcon_triton  # only here: fwzoo does not need triton
+
+    return falcon_triton(*arguments)
+
+
+FALCON = contract.register(
+    Op("falcon", {"reference": falcon_reference, "chunk": falcon_chunk, "triton": _triton}, short=4, samples=_samples)
+)
 
 
 def falcon(
@@ -58,7 +77,7 @@ def falcon(
         eps: added to the energy. decay_floor: smallest decay of a step, in (0, 1].
         state: `FalconState` to continue from. mask: bool `[B, T]`, True for real tokens.
         cu_seqlens: int64 `[S + 1]`, boundaries of documents packed along T (B must be 1); the state then has N = S rows.
-        level: "auto", "reference" or "chunk".
+        level: "auto", "reference", "chunk" or "triton" (CUDA tensors, K and V up to 256, window up to 8).
 
     Returns:
         Output `[B, T, H, V]` in the dtype of v (rows of masked tokens are 0), and the complete `FalconState`.
@@ -70,11 +89,14 @@ def falcon(
     options = _check_options(rule, window, pairing, timing, step, scale_coupled, eps, decay_floor)
     bounds, documents = contract.check_documents(mask, cu_seqlens, q)
     dtype = contract.compute_dtype(q.dtype)
-    empty = empty_state(documents, q, v, options.window, dtype)
-    state = empty if state is None else contract.check_state(state, empty)
+    state = contract.start_state(state, lambda q, v: empty_state(documents, q, v, options.window, dtype), q, v)
     if contract.debugging():
         _check_values(q, k, v, beta, ridge, mask, options)
-    run = FALCON.resolve(level, q.shape[1])
+    limit = f"window is {window}, and the Triton kernels take up to 8" if options.window > 8 else None
+    few = contract.few_tokens((q, k, v, beta, ridge, *state), mask, bounds)
+    if rule == "falcon2" and not few and not contract.INTERPRETING:
+        limit = "the Triton kernels of rule 'falcon2' have not been checked on a GPU yet"
+    run = FALCON.resolve(level, q.shape[1], (q, k, v), limit)
     return run(q, k, v, beta, ridge, options, state, mask, bounds)
 
 

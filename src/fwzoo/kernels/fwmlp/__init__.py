@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import contract
 from ..contract import Op
 from ..product_keys import check_finite
+from ..samples import FLOATS, Draw, Sample, Samples
 from . import chunk
 from .chunk import fwmlp_chunk
 from .reference import fwmlp_reference
@@ -20,7 +21,17 @@ from .state import WEIGHTS, FwmlpState, Options, empty_state
 
 __all__ = ["WEIGHTS", "FwmlpState", "fwmlp", "fwmlp_flush"]
 
-FWMLP = contract.register(Op("fwmlp", {"reference": fwmlp_reference, "chunk": fwmlp_chunk}))
+
+def _samples(draw: Draw) -> Samples:
+    sizes, width = draw.sizes, 2 * draw.sizes.key
+    weights = {name: draw.normal(width, sizes.key) * sizes.key**-0.5 for name in ("w_gate", "w_up")}
+    weights |= {name: draw.normal(width) for name in ("b_gate", "b_up")}
+    weights |= {"w_down": draw.normal(sizes.value, width) * width**-0.5, "b_down": draw.normal(sizes.value)}
+    tokens = {"q": draw.tokens(sizes.key), "v": draw.tokens(sizes.value)}
+    yield Sample("", tokens, weights=weights, options={"chunk_size": 64}, dtypes=FLOATS[:1])
+
+
+FWMLP = contract.register(Op("fwmlp", {"reference": fwmlp_reference, "chunk": fwmlp_chunk}, samples=_samples))
 
 
 def fwmlp(

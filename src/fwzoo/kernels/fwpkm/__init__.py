@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import contract
 from ..contract import Op
 from ..product_keys import check_finite, check_query_and_keys, check_retrieval, check_table
+from ..samples import FLOATS, Draw, Sample, Samples
 from . import chunk
 from .chunk import fwpkm_chunk
 from .reference import fwpkm_reference
@@ -20,7 +21,17 @@ from .state import FwpkmState, Options, empty_state, fingerprint
 
 __all__ = ["FwpkmState", "fwpkm", "fwpkm_flush"]
 
-FWPKM = contract.register(Op("fwpkm", {"reference": fwpkm_reference, "chunk": fwpkm_chunk}))
+
+def _samples(draw: Draw) -> Samples:
+    sizes, n = draw.sizes, 32
+    tokens = {"q": draw.heads(sizes.key), "v": draw.tokens(sizes.value)}
+    gate = {"gate": draw.uniform(sizes.batch, sizes.tokens)}
+    tables = {"keys": draw.normal(2, sizes.heads, n, sizes.key // 2), "values": draw.normal(n * n, sizes.value)}
+    for score in ("idw", "dot"):
+        yield Sample(score, tokens, gate, tables, {"chunk_size": 64, "score": score}, FLOATS[:1])
+
+
+FWPKM = contract.register(Op("fwpkm", {"reference": fwpkm_reference, "chunk": fwpkm_chunk}, samples=_samples))
 
 
 def fwpkm(

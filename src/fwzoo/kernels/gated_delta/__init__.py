@@ -5,17 +5,38 @@ Source: "Gated Delta Networks: Improving Mamba2 with Delta Rule" (2024).
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from .. import contract
 from ..contract import Op
+from ..samples import Draw, Sample, Samples
 from .chunk import gated_delta_chunk
 from .reference import GatedDeltaState, gated_delta_reference
 
 __all__ = ["GatedDeltaState", "gated_delta"]
 
+
+def _samples(draw: Draw) -> Samples:
+    sizes = draw.sizes
+    tokens = {"q": draw.unit_heads(sizes.key), "k": draw.unit_heads(sizes.key), "v": draw.heads(sizes.value)}
+    yield Sample("", tokens, {"log_decay": -0.1 * draw.gate(), "beta": draw.gate()})
+
+
+def _triton(*arguments: Any) -> tuple[Tensor, GatedDeltaState]:
+    from .triton import gated_delta_triton  # only here: fwzoo does not need triton
+
+    return gated_delta_triton(*arguments)
+
+
 GATED_DELTA = contract.register(
-    Op("gated_delta", {"reference": gated_delta_reference, "chunk": gated_delta_chunk}, short=4)
+    Op(
+        "gated_delta",
+        {"reference": gated_delta_reference, "chunk": gated_delta_chunk, "triton": _triton},
+        short=4,
+        samples=_samples,
+    )
 )
 
 
@@ -44,7 +65,7 @@ def gated_delta(
         scale: factor of the read; None means 1 / sqrt(K).
         state: `GatedDeltaState` to continue from. mask: bool `[B, T]`, True for real tokens.
         cu_seqlens: int64 `[S + 1]`, boundaries of documents packed along T (B must be 1); the state then has N = S rows.
-        level: "auto", "reference" or "chunk".
+        level: "auto", "reference", "chunk" or "triton" (CUDA tensors, K and V up to 256).
 
     Returns:
         Output `[B, T, H, V]` in the dtype of v (rows of masked tokens are 0), and the complete `GatedDeltaState`.
@@ -58,9 +79,8 @@ def gated_delta(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     contract.finite_number("scale", scale)
     bounds, documents = contract.check_documents(mask, cu_seqlens, q)
-    empty = GatedDeltaState(contract.empty_weights(documents, q, v))
-    state = empty if state is None else contract.check_state(state, empty)
+    state = contract.start_state(state, lambda q, v: GatedDeltaState(contract.empty_weights(documents, q, v)), q, v)
     contract.check_values({"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta}, mask)
     contract.check_log_decay(log_decay, mask)
-    run = GATED_DELTA.resolve(level, q.shape[1])
+    run = GATED_DELTA.resolve(level, q.shape[1], (q, k, v))
     return run(q, k, v, log_decay, beta, scale, state, mask, bounds)

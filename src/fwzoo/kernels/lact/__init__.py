@@ -9,13 +9,27 @@ from torch import Tensor
 
 from .. import contract
 from ..contract import Op
+from ..samples import FLOATS, Draw, Sample, Samples
 from .chunk import lact_chunk
 from .reference import lact_reference
 from .rules import LactState, Options, Tokens, empty_state
 
 __all__ = ["LactState", "lact"]
 
-LACT = contract.register(Op("lact", {"reference": lact_reference, "chunk": lact_chunk}))
+
+def _samples(draw: Draw) -> Samples:
+    sizes, size, hidden = draw.sizes, draw.sizes.key, 2 * draw.sizes.key
+    tokens = {"q": draw.unit_heads(size), "k": draw.unit_heads(size), "v": draw.heads(size)}
+    rates = {f"lr{i}": 0.01 * draw.gate(1) for i in range(3)}
+    shapes = {"w0": (hidden, size), "w1": (size, hidden), "w2": (hidden, size)}
+    weights = {name: draw.normal(sizes.heads, *shape) * shape[1] ** -0.5 for name, shape in shapes.items()}
+    momentum = {"momentum": draw.gate()}
+    dtypes = FLOATS[:2]  # a fast SwiGLU leaves the range of float16
+    yield Sample("", tokens, rates, weights, {"chunk_size": 64}, dtypes)
+    yield Sample("momentum, prenorm", tokens, rates | momentum, weights, {"chunk_size": 64, "prenorm": True}, dtypes)
+
+
+LACT = contract.register(Op("lact", {"reference": lact_reference, "chunk": lact_chunk}, samples=_samples))
 
 
 def lact(

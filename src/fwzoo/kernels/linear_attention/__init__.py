@@ -5,18 +5,44 @@ Source: "Transformers are RNNs: Fast Autoregressive Transformers with Linear Att
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .. import contract
 from ..contract import Op
+from ..samples import Draw, Sample, Samples
 from .chunk import linear_attention_chunk
 from .reference import LinearAttentionState, linear_attention_reference
 
 __all__ = ["LinearAttentionState", "linear_attention"]
 
+
+def _samples(draw: Draw) -> Samples:
+    sizes = draw.sizes
+    tokens = {
+        "q": draw.unit_heads(sizes.key).abs(),
+        "k": draw.unit_heads(sizes.key).abs(),
+        "v": draw.heads(sizes.value),
+    }
+    yield Sample("normalised", tokens)
+    yield Sample("decayed", tokens, {"log_decay": -0.1 * draw.gate()}, options={"normalize": False})
+
+
+def _triton(*arguments: Any) -> tuple[Tensor, LinearAttentionState]:
+    from .triton import linear_attention_triton  # only here: fwzoo does not need triton
+
+    return linear_attention_triton(*arguments)
+
+
 LINEAR_ATTENTION = contract.register(
-    Op("linear_attention", {"reference": linear_attention_reference, "chunk": linear_attention_chunk}, short=4)
+    Op(
+        "linear_attention",
+        {"reference": linear_attention_reference, "chunk": linear_attention_chunk, "triton": _triton},
+        short=4,
+        samples=_samples,
+    )
 )
 
 
@@ -44,7 +70,7 @@ def linear_attention(
         normalize: divide by q . z + eps; z is kept up to date in any case. eps: added to the divisor.
         state: `LinearAttentionState` to continue from. mask: bool `[B, T]`, True for real tokens.
         cu_seqlens: int64 `[S + 1]`, boundaries of documents packed along T (B must be 1); the state then has N = S rows.
-        level: "auto", "reference" or "chunk".
+        level: "auto", "reference", "chunk" or "triton" (CUDA tensors, K and V up to 256).
 
     Returns:
         Output `[B, T, H, V]` in the dtype of v (rows of masked tokens are 0), and the complete `LinearAttentionState`.
@@ -59,11 +85,14 @@ def linear_attention(
     contract.one_of("normalize", normalize, (True, False))
     contract.finite_number("eps", eps, least=0)
     bounds, documents = contract.check_documents(mask, cu_seqlens, q)
-    S = contract.empty_weights(documents, q, v)
-    empty = LinearAttentionState(S, torch.zeros_like(S[..., 0]))
-    state = empty if state is None else contract.check_state(state, empty)
+    state = contract.start_state(state, lambda q, v: _empty_state(documents, q, v), q, v)
     contract.check_values({"q": q, "k": k, "v": v, **gates}, mask)
     for gate in gates.values():
         contract.check_log_decay(gate, mask)
-    run = LINEAR_ATTENTION.resolve(level, q.shape[1])
+    run = LINEAR_ATTENTION.resolve(level, q.shape[1], (q, k, v))
     return run(q, k, v, log_decay, normalize, eps, state, mask, bounds)
+
+
+def _empty_state(documents: int, q: Tensor, v: Tensor) -> LinearAttentionState:
+    S = contract.empty_weights(documents, q, v)
+    return LinearAttentionState(S, torch.zeros_like(S[..., 0]))

@@ -10,12 +10,28 @@ from torch import Tensor
 from .. import contract
 from ..contract import Op
 from ..product_keys import check_finite, check_query_and_keys, check_retrieval, check_table, keep_read, watching
+from ..samples import FLOATS, Draw, Sample, Samples
 from .chunk import SparseTableGradient, pkm_chunk
 from .reference import pkm_reference
 
 __all__ = ["pkm"]
 
-PKM = contract.register(Op("pkm", {"reference": pkm_reference, "chunk": pkm_chunk}))
+
+def _samples(draw: Draw) -> Samples:
+    sizes, n = draw.sizes, 32
+    keys, values = draw.normal(2, sizes.heads, n, sizes.key // 2), draw.normal(n * n, sizes.value)
+    for score in ("dot", "idw"):
+        options = {"top_k": 8, "score": score}
+        yield Sample(
+            score,
+            {"q": draw.heads(sizes.key)},
+            weights={"keys": keys, "values": values},
+            options=options,
+            dtypes=FLOATS[:1],
+        )
+
+
+PKM = contract.register(Op("pkm", {"reference": pkm_reference, "chunk": pkm_chunk}, samples=_samples))
 
 
 def pkm(

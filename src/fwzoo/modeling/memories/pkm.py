@@ -29,6 +29,7 @@ class PkmMemory(StagedBuffers):
 
     operator = staticmethod(pkm)
     is_memory: ClassVar[bool] = True
+    steps_alike: ClassVar[bool] = True
 
     def __init__(self, config: Any, layer_index: int) -> None:
         super().__init__()

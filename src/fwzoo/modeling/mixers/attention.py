@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from ...configuration.rotary import ScaledRotary, scaled_rotary
 from ...kernels.contract import check_cu_seqlens, compute_dtype
 from ...kernels.costs import Cost, attention_flops, chunks
 from ...kernels.tiling import Tiling
@@ -50,10 +51,14 @@ class SoftmaxAttention(nn.Module):
         self.config = config
         self.window = config.attention_window if config.mixers[layer_index] == "sliding_attention" else None
         self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
-        self.q_proj = nn.Linear(config.hidden_size, self.heads * config.head_dim, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, self.groups * config.head_dim, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, self.groups * config.value_head_dim, bias=False)
-        self.o_proj = nn.Linear(self.heads * config.value_head_dim, config.hidden_size, bias=False)
+        self.scaled_rotary = scaled_rotary(config.head_dim, config.rotary_base, config.rotary_scaling)
+        bias = config.attention_qkv_bias
+        self.q_proj = nn.Linear(config.hidden_size, self.heads * config.head_dim, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, self.groups * config.head_dim, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, self.groups * config.value_head_dim, bias=bias)
+        self.o_proj = nn.Linear(
+            self.heads * config.value_head_dim, config.hidden_size, bias=config.attention_output_bias
+        )
         normed = config.attention_qk_norm
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if normed else None
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if normed else None
@@ -130,8 +135,8 @@ class SoftmaxAttention(nn.Module):
         active = tiling.steps[0]  # documents without a token come last and have no row
         q, k, v = (tiling.tile(x).unflatten(0, (active, -1)) for x in (q, k, v))
         position = past.count[:active, None] + torch.arange(tiling.chunk, device=q.device)
-        q = self._scale(turned(q, position, self.config.rotary_base), position, window)
-        k = turned(k, position, self.config.rotary_base)
+        q, k = (turned(x, position, self.config.rotary_base, self.scaled_rotary) for x in (q, k))
+        q = self._scale(q, position, window)
         if fresh:
             o = attend(q, k, v, window)
         else:
@@ -224,9 +229,9 @@ def by_length(
     return torch.cat(outputs, 1).index_select(1, torch.argsort(torch.cat(tokens))), KeyValues(k, v, count)
 
 
-def turned(x: Tensor, position: Tensor, base: float) -> Tensor:
+def turned(x: Tensor, position: Tensor, base: float, scaled: ScaledRotary | None) -> Tensor:
     """Rotary positions for rows `[M, H, C, K]`; position `[M, C]`."""
-    return rotary(x.transpose(1, 2), position, base).transpose(1, 2)
+    return rotary(x.transpose(1, 2), position, base, scaled).transpose(1, 2)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:

@@ -31,33 +31,25 @@ class FalconMixer(FastWeightMixer):
         self.beta_proj = nn.Linear(config.hidden_size, gains, bias=False)
         self.ridge_proj = nn.Linear(config.hidden_size, self.heads, bias=False)
 
-    def forward(
-        self, hidden: Tensor, memory: Any = None, mask: Tensor | None = None, cu_seqlens: Tensor | None = None
-    ) -> Tensor:
-        """hidden `[B, T, D]`; memory: `LayerMemory` or None; mask bool `[B, T]`; cu_seqlens int64 `[S + 1]`."""
-        past = {} if memory is None else memory.read()
-        q, k, v, new = self.project(hidden, past, mask, cu_seqlens)
-        o, state = falcon(
-            self._feature(q),
-            self._feature(k),
-            v,
-            *self._gates(hidden),
-            rule=self.rule,
-            **self._options(),
-            state=FalconState(**past) if past else None,
-            mask=mask,
-            cu_seqlens=cu_seqlens,
-            level=self.config.kernel_level,
-        )
-        if memory is not None:
-            memory.write(**new, **state._asdict())
-        return self.merge(o, hidden)
+    def remember(
+        self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, past: dict[str, Tensor], **options: Any
+    ) -> tuple[Tensor, FalconState]:
+        feature, state = FEATURE_MAPS[self.config.feature_map], FalconState(**past) if past else None
+        beta, ridge = self._gates(hidden)
+        options |= {"rule": self.rule, **self._options()}
+        return falcon(feature(q), feature(k), v, beta, ridge, state=state, **options)
+
+    @property
+    def query_key_norm(self) -> tuple[str | None, float]:
+        kind = self.config.qk_norm
+        return None if kind == "none" else kind, self.config.norm_eps
 
     def health(self, hidden: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """The mean gain and the half-life, beside the norm."""
         _, k, _, _ = self.project(hidden, {}, None, None)
         beta, ridge = self._gates(hidden)
-        log_decay = falcon_log_decay(self._feature(k), beta, ridge, rule=self.rule, **self._options())
+        k = FEATURE_MAPS[self.config.feature_map](k)
+        log_decay = falcon_log_decay(k, beta, ridge, rule=self.rule, **self._options())
         return {**super().health(hidden, state), "gate": beta.mean(), "half_life": half_life(log_decay)}
 
     def _options(self) -> dict[str, Any]:
@@ -74,14 +66,6 @@ class FalconMixer(FastWeightMixer):
         kept = self.heads * self.key_size + (window - 1) * pair
         flops = falcon_flops(rule, window, energy, tokens, self.key_size, self.value_size)
         return self.operator_cost(flops, self.q_proj.weight.element_size() * kept + 9)
-
-    def _feature(self, x: Tensor) -> Tensor:
-        """Norm and feature map of query or key `[B, T, H, K]`."""
-        if self.config.qk_norm == "rms":
-            x = F.rms_norm(x, (self.key_size,), eps=self.config.norm_eps)
-        elif self.config.qk_norm == "l2":
-            x = F.normalize(x, dim=-1, eps=self.config.norm_eps)
-        return FEATURE_MAPS[self.config.feature_map](x)
 
     def _gates(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Gain (or step) and ridge, in float32 or wider."""

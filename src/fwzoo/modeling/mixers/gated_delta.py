@@ -46,25 +46,14 @@ class GatedDeltaMixer(FastWeightMixer):
         init.copy_(self.log_rate, (LARGEST_RATE * level).log().bfloat16())
         init.copy_(self.dt_bias, (dt + torch.log(-torch.expm1(-dt))).bfloat16())  # the inverse of softplus
 
-    def forward(
-        self, hidden: Tensor, memory: Any = None, mask: Tensor | None = None, cu_seqlens: Tensor | None = None
-    ) -> Tensor:
-        """hidden `[B, T, D]`; memory: `LayerMemory` or None; mask bool `[B, T]`; cu_seqlens int64 `[S + 1]`."""
-        past = {} if memory is None else memory.read()
-        q, k, v, new = self.project(hidden, past, mask, cu_seqlens)
-        o, state = gated_delta(
-            _unit(q),
-            _unit(k),
-            v,
-            *self._gates(hidden),
-            state=GatedDeltaState(**past) if past else None,
-            mask=mask,
-            cu_seqlens=cu_seqlens,
-            level=self.config.kernel_level,
-        )
-        if memory is not None:
-            memory.write(**new, **state._asdict())
-        return self.merge(o, hidden)
+    def remember(
+        self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, past: dict[str, Tensor], **options: Any
+    ) -> tuple[Tensor, GatedDeltaState]:
+        return gated_delta(q, k, v, *self._gates(hidden), state=GatedDeltaState(**past) if past else None, **options)
+
+    @property
+    def query_key_norm(self) -> tuple[str | None, float]:
+        return "l2", 1e-6
 
     def _gates(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Log-decay and gain `[B, T, H]`."""
@@ -79,8 +68,3 @@ class GatedDeltaMixer(FastWeightMixer):
     def cost(self, tokens: int) -> Cost:
         """What `tokens` tokens cost."""
         return self.operator_cost(scan_flops(True, tokens, self.key_size, self.value_size))
-
-
-def _unit(x: Tensor) -> Tensor:
-    """Rows of length 1, computed in at least float32."""
-    return F.normalize(at_least_float32(x), dim=-1, eps=1e-6).to(x.dtype)

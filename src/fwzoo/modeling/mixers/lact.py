@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from ...configuration.rotary import scaled_rotary
 from ...kernels import LactState, lact
 from ...kernels.contract import check_cu_seqlens, compute_dtype
 from ...kernels.costs import Cost, attention_flops, chunks
@@ -37,18 +38,17 @@ class LactMixer(nn.Module):
     def __init__(self, config: Any, layer_index: int) -> None:
         super().__init__()
         self.config = config
-        width, self.heads, self.attention_heads = (
-            config.hidden_size,
-            config.num_lact_heads,
-            config.num_attention_heads,
-        )
-        size = width // self.heads
+        self.heads, self.attention_heads = config.num_lact_heads, config.num_attention_heads
+        width, channels = config.hidden_size, self.attention_heads * config.head_dim
+        size = channels // self.heads
         hidden = int(config.lact_expansion * size)
         self.rates = size if config.lact_rate_per_channel else 1
-        self.qkv_proj = nn.Linear(width, 3 * width, bias=config.lact_qkv_bias)
-        self.q_norm, self.k_norm = (nn.RMSNorm(width, eps=NORM_EPS) if config.lact_qk_norm else None for _ in range(2))
-        self.qk_scale = nn.Parameter(torch.empty(2, width))
-        self.qk_offset = nn.Parameter(torch.empty(2, width))
+        self.scaled_rotary = scaled_rotary(config.head_dim, config.lact_rotary_base, config.lact_rotary_scaling)
+        self.qkv_proj = nn.Linear(width, 3 * channels, bias=config.lact_qkv_bias)
+        normed, eps = (config.head_dim, config.norm_eps) if config.lact_qk_norm_per_head else (channels, NORM_EPS)
+        self.q_norm, self.k_norm = (nn.RMSNorm(normed, eps=eps) if config.lact_qk_norm else None for _ in range(2))
+        self.qk_scale = nn.Parameter(torch.empty(2, channels))
+        self.qk_offset = nn.Parameter(torch.empty(2, channels))
         self.rate_proj = nn.Linear(width, 3 * self.heads * self.rates)
         self.momentum_proj = nn.Linear(width, self.heads) if config.lact_momentum else None
         self.w0 = InitialWeight(self.heads, hidden, size, config.lact_rank)
@@ -56,7 +56,7 @@ class LactMixer(nn.Module):
         self.w2 = InitialWeight(self.heads, hidden, size, config.lact_rank)
         self.memory_norm = nn.RMSNorm(size, eps=NORM_EPS)
         self.scale_proj = nn.Linear(width, self.heads) if config.lact_output_scale else None
-        self.o_proj = nn.Linear(width, width, bias=False)
+        self.o_proj = nn.Linear(channels, width, bias=config.lact_output_bias)
 
     def initialize_parameters(self, config: Any) -> None:
         init.ones_(self.qk_scale)
@@ -73,11 +73,14 @@ class LactMixer(nn.Module):
         positions, _ = token_positions(hidden, None if window is None else window.count, mask, bounds)
         q, k, v = self.qkv_proj(hidden).chunk(3, -1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = (
+                norm(x.unflatten(-1, (-1, *norm.normalized_shape))).flatten(-2)
+                for norm, x in ((self.q_norm, q), (self.k_norm, k))
+            )
 
         attended, window = window_attention(
-            rotary(self._attention_heads(q), positions, config.lact_rotary_base),
-            rotary(self._attention_heads(k), positions, config.lact_rotary_base),
+            self._rotary(self._attention_heads(q), positions),
+            self._rotary(self._attention_heads(k), positions),
             self._attention_heads(v),
             config.lact_window,
             past=window,
@@ -124,7 +127,7 @@ class LactMixer(nn.Module):
 
     def cost(self, tokens: int) -> Cost:
         """What `tokens` tokens cost: both branches, and the initial weights made of their factors."""
-        config, width = self.config, self.config.hidden_size
+        config, width = self.config, self.attention_heads * self.config.head_dim
         size, hidden = width // self.heads, self.w0.rows
         options = Options(config.lact_chunk_size, config.lact_momentum, config.lact_muon, config.lact_prenorm)
         flops = self.heads * lact_flops(options, tokens, size, hidden)
@@ -146,8 +149,11 @@ class LactMixer(nn.Module):
     def _attention_heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.attention_heads, -1))
 
+    def _rotary(self, x: Tensor, positions: Tensor) -> Tensor:
+        return rotary(x, positions, self.config.lact_rotary_base, self.scaled_rotary)
+
     def _memory_inputs(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> list[Tensor]:
-        """Query, key and value of the memory `[B, T, H, d]` from the shared ones `[B, T, D]`, before rotary."""
+        """Query, key and value of the memory `[B, T, H, d]` from the shared ones `[B, T, H d]`, before rotary."""
         config = self.config
         q, k = (x * scale + offset for x, scale, offset in zip((q, k), self.qk_scale, self.qk_offset, strict=True))
         if config.lact_qkv_silu:
@@ -159,7 +165,7 @@ class LactMixer(nn.Module):
             x = (_wide(x) / (_wide(x).norm(dim=-1, keepdim=True) + NORM_EPS)).to(x.dtype)
             if not config.lact_nope:
                 # with the heads of the attention, whose angles the memory shares
-                x = rotary(self._attention_heads(x.flatten(-2)), positions, config.lact_rotary_base).view_as(x)
+                x = self._rotary(self._attention_heads(x.flatten(-2)), positions).view_as(x)
             inputs.append(x)
         return [*inputs, v.to(inputs[0].dtype).unflatten(-1, (self.heads, -1))]
 

@@ -41,17 +41,14 @@ class LinearAttentionMixer(FastWeightMixer):
         if self.decay_logit is not None:
             init.constant_(self.decay_logit, math.log(INITIAL_DECAY / (1 - INITIAL_DECAY)))
 
-    def forward(
-        self, hidden: Tensor, memory: Any = None, mask: Tensor | None = None, cu_seqlens: Tensor | None = None
-    ) -> Tensor:
-        """hidden `[B, T, D]`; memory: `LayerMemory` or None; mask bool `[B, T]`; cu_seqlens int64 `[S + 1]`."""
-        config = self.config
-        past = {} if memory is None else memory.read()
-        q, k, v, _ = self.project(hidden, past, mask, cu_seqlens)
+    def remember(
+        self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, past: dict[str, Tensor], **options: Any
+    ) -> tuple[Tensor, LinearAttentionState]:
+        config, cu_seqlens = self.config, options["cu_seqlens"]
         feature = FEATURE_MAPS[config.linear_feature_map]
         if not past and config.linear_initial_state == "identity":
             past = self._identity(q, q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
-        o, state = linear_attention(
+        return linear_attention(
             feature(q).to(v.dtype),  # autocast computes some feature maps in float32
             feature(k).to(v.dtype),
             v,
@@ -59,13 +56,8 @@ class LinearAttentionMixer(FastWeightMixer):
             normalize=config.linear_normalize,
             eps=config.linear_eps,
             state=LinearAttentionState(**past) if past else None,
-            mask=mask,
-            cu_seqlens=cu_seqlens,
-            level=config.kernel_level,
+            **options,
         )
-        if memory is not None:
-            memory.write(**state._asdict())
-        return self.merge(o, hidden)
 
     def health(self, hidden: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """The half-life, where there is decay, beside the norm."""

@@ -1,0 +1,323 @@
+"""The Triton kernels beside flash-linear-attention's, in one run on one GPU.
+
+Run: python benchmarks/kernels.py [--rows falcon1a falcon3a] [--repeats 20] [--out runs/kernels] [--no-lengths]
+
+For every operator at two shapes: median milliseconds of forward and of forward + backward, ratio to its peer (and what that
+ratio may be at most), ratio to the floor (the larger of bytes over 4.3 TB/s, every input read and every output written once,
+and FLOPs over 700 TFLOP/s), and peak memory. Inputs rotate, so that no run finds its own in the cache.
+
+flash-linear-attention refuses the backward of gated operators on Hopper with Triton 3.4 to 3.7.0. Its guard is patched away in
+this process, and its gradients are compared with float64 references here; the table says what was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from fwzoo.kernels import falcon, gated_delta, linear_attention
+
+SHAPES = {"B4 T8192": (4, 8192, 16, 128), "B1 T32768": (1, 32768, 16, 128)}  # B, T, H, K = V
+BANDWIDTH, RATE = 4.3e12, 700e12
+Inputs = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operator.
+
+    Attributes:
+        inputs: (B, T, H, size) to its differentiable inputs.
+        run: inputs to output.
+        bars: name of another row, and the largest allowed ratio of times to it.
+        flops: FLOPs of the forward pass a token and head, as a function of the size.
+        exact: inputs in float64 to output, to compare a peer's gradients with.
+    """
+
+    inputs: Callable[..., Inputs]
+    run: Callable[..., Tensor]
+    bars: dict[str, float] | None = None
+    flops: Callable[[int], float] = lambda size: 8.0 * size * size  # 2 C (K + V) in the chunk and 4 K V for the state
+    exact: Callable[..., Tensor] | None = None
+
+
+def qkv(batch: int, tokens: int, heads: int, size: int) -> Inputs:
+    """Queries and keys of unit length, and values."""
+    q, k, v = (torch.randn(batch, tokens, heads, size, device="cuda") for _ in range(3))
+    return tuple(x.bfloat16() for x in (F.normalize(q, dim=-1), F.normalize(k, dim=-1), v))
+
+
+def falcon_inputs(*shape: int) -> Inputs:
+    """q, k, v, beta, ridge."""
+    beta = 2 * torch.randn(shape[:3], device="cuda").sigmoid()
+    return *qkv(*shape), beta, 0.05 * torch.randn(shape[:3], device="cuda").sigmoid()
+
+
+def column_inputs(*shape: int) -> Inputs:
+    """The same with a beta for every value column."""
+    beta = 2 * torch.randn(shape, device="cuda").sigmoid()
+    return *qkv(*shape), beta, 0.05 * torch.randn(shape[:3], device="cuda").sigmoid()
+
+
+def scalar_gate(*shape: int) -> Inputs:
+    """q, k, v, log-decay."""
+    return *qkv(*shape), -0.05 * torch.rand(shape[:3], device="cuda")
+
+
+def vector_gate(*shape: int) -> Inputs:
+    """q, k, v, log-decay of every key column."""
+    return *qkv(*shape), -0.05 * torch.rand(shape, device="cuda")
+
+
+def delta_inputs(*shape: int) -> Inputs:
+    """q, k, v, log-decay, beta."""
+    return *scalar_gate(*shape), torch.rand(shape[:3], device="cuda")
+
+
+def rule(name: str, **options: Any) -> Callable[..., Tensor]:
+    """Output of a Falcon rule."""
+    return lambda *tensors: falcon(*tensors, rule=name, level="triton", **options)[0]
+
+
+def simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    """flash-linear-attention's chunked linear attention with one decay a token."""
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    return chunk_simple_gla(q, k, v, g=g, scale=1.0)[0]
+
+
+def four_simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    """Falcon-3A with W = 4 as its authors compose it: one linear attention for each place in the window."""
+    o = simple_gla(q, k, v, g)
+    for back in range(1, 4):
+        shifted = (F.pad(x[:, :-back], (0, 0, 0, 0, back, 0)) for x in (k, v))
+        o = o + simple_gla(q, *shifted, g)
+    return o
+
+
+def gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    """flash-linear-attention's chunked linear attention with a decay for every key column."""
+    from fla.ops.gla import chunk_gla
+
+    return chunk_gla(q, k, v, g=g, scale=1.0)[0]
+
+
+def fla_gated_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """flash-linear-attention's chunked gated delta rule."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return chunk_gated_delta_rule(q, k, v, g=g, beta=beta, scale=1.0)[0]
+
+
+def exact_simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    return linear_attention(q, k, v, g, normalize=False, level="chunk")[0]
+
+
+def exact_gated_delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    return gated_delta(q, k, v, g, beta, scale=1.0, level="chunk")[0]
+
+
+def exact_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    """The token loop: S_t = diag(exp g_t) S_{t-1} + k_t v_t^T."""
+    S, outputs = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3]), []
+    for t in range(q.shape[1]):
+        S = g[:, t].exp()[..., None] * S + k[:, t][..., None] * v[:, t][..., None, :]
+        outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], S))
+    return torch.stack(outputs, 1)
+
+
+ROWS: dict[str, Row] = {
+    "fla simple GLA": Row(scalar_gate, simple_gla, exact=exact_simple_gla),
+    "four fla simple GLA": Row(scalar_gate, four_simple_gla),
+    "fla GLA": Row(vector_gate, gla, exact=exact_gla),
+    "fla gated delta": Row(delta_inputs, fla_gated_delta, exact=exact_gated_delta),
+    "falcon1a": Row(falcon_inputs, rule("falcon1a"), {"fla simple GLA": 0.9}),
+    "linear_attention": Row(
+        scalar_gate,
+        lambda *x: linear_attention(*x, normalize=False, level="triton")[0],
+        {"fla simple GLA": 0.9},
+    ),
+    "falcon2a": Row(column_inputs, rule("falcon2a"), {"fla GLA": 0.6}),
+    "falcon3a": Row(falcon_inputs, rule("falcon3a"), {"four fla simple GLA": 0.25, "falcon1a": 1.3}),
+    "gated_delta": Row(
+        delta_inputs, lambda *x: gated_delta(*x, scale=1.0, level="triton")[0], {"fla gated delta": 0.9}
+    ),
+    "falcon1": Row(falcon_inputs, rule("falcon1"), {"fla gated delta": 0.9}),
+    "falcon2": Row(column_inputs, rule("falcon2"), {"falcon1": 1.6}),
+    "falcon3": Row(falcon_inputs, rule("falcon3"), {"falcon1": 3.0}),
+}
+
+
+# --- measuring ---
+
+
+def timed(function: Callable[[int], object], repeats: int, turns: int) -> float:
+    """Median milliseconds on the device over `repeats` runs; run i gets the number of the input set to use."""
+    for i in range(2 * turns):
+        function(i % turns)
+    torch.cuda.synchronize()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for i, (start, end) in enumerate(events):
+        start.record()
+        function(i % turns)
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in events)
+
+
+def measure(row: Row, shape: Sequence[int], repeats: int, turns: int = 3) -> dict[str, float]:
+    """Milliseconds and peak MiB of the forward pass and of forward + backward, and their floors."""
+    sets = [tuple(x.requires_grad_() for x in row.inputs(*shape)) for _ in range(turns)]
+    upstream = torch.randn_like(row.run(*sets[0]).detach())
+
+    def forward(i: int) -> None:
+        with torch.no_grad():
+            row.run(*sets[i])
+
+    def both(i: int) -> None:
+        torch.autograd.grad(row.run(*sets[i]), sets[i], upstream)
+
+    result = {"forward": timed(forward, repeats, turns), "both": timed(both, repeats, turns)}
+    for name, function in (("forward", forward), ("both", both)):
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        base = torch.cuda.memory_allocated()
+        function(0)
+        torch.cuda.synchronize()
+        result[f"{name} MiB"] = (torch.cuda.max_memory_allocated() - base) / 2**20
+    given = sum(x.numel() * x.element_size() for x in sets[0])
+    out = upstream.numel() * upstream.element_size()
+    work = row.flops(shape[3]) * shape[0] * shape[1] * shape[2]
+    result["forward floor"] = 1e3 * max((given + out) / BANDWIDTH, work / RATE)
+    result["both floor"] = 1e3 * max((3 * given + 2 * out) / BANDWIDTH, 3 * work / RATE)
+    return result
+
+
+def gradient_error(row: Row) -> float:
+    """Largest relative error of output and gradients against float64, at a small shape."""
+    inputs = [x.requires_grad_() for x in row.inputs(1, 256, 2, 128)]
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    o, exact = row.run(*inputs), row.exact(*wide)  # type: ignore[misc]
+    upstream = torch.randn_like(exact)
+    found = (o, *torch.autograd.grad(o, inputs, upstream.to(o.dtype)))
+    right = (exact, *torch.autograd.grad(exact, wide, upstream.to(o.dtype).double()))
+    return max(((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, right, strict=True))
+
+
+def without_guard() -> None:
+    """Take flash-linear-attention's refusal of Hopper out of this process."""
+    import fla.ops.common.chunk_o as module
+
+    module.IS_NVIDIA_HOPPER = False
+
+
+def versions() -> dict[str, str]:
+    import triton
+
+    found = {"torch": torch.__version__, "triton": triton.__version__, "device": torch.cuda.get_device_name()}
+    found["date"] = time.strftime("%Y-%m-%d")
+    try:
+        import fla
+
+        found["flash-linear-attention"] = fla.__version__
+    except ImportError:
+        pass
+    return found
+
+
+def plot(lengths: dict[str, dict[int, float]], path: Path) -> None:
+    """Forward + backward against T."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    for name, times in lengths.items():
+        axes.plot(list(times), list(times.values()), marker="o", linestyle="--" if "fla" in name else "-", label=name)
+    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="forward + backward, ms", title="B1 H16 K=V=128, bf16")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--rows", nargs="*", default=list(ROWS), help="rows to measure, with the rows they are compared with"
+    )
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=Path("runs/kernels"))
+    parser.add_argument("--no-lengths", action="store_true", help="do not time other lengths, do not plot")
+    args = parser.parse_args()
+    wanted = {peer for name in args.rows for peer in (name, *(ROWS[name].bars or {}))}
+    rows = {name: row for name, row in ROWS.items() if name in wanted}
+    args.out.mkdir(parents=True, exist_ok=True)
+    console = Console(width=150)
+    without_guard()
+    results: dict[str, Any] = {"versions": versions(), "gradients": {}, "shapes": {}, "lengths": {}}
+    console.print("  ".join(f"{name} {version}" for name, version in results["versions"].items()))
+    for name, row in rows.items():
+        if row.exact is not None:
+            error = results["gradients"][name] = gradient_error(row)
+            verdict = "right" if error < 0.02 else "WRONG"
+            console.print(f"{name}: output and gradients {verdict} (relative error {error:.1e}, guard patched)")
+    for title, shape in SHAPES.items():
+        found = results["shapes"][title] = {}
+        for name, row in rows.items():
+            try:
+                found[name] = measure(row, shape, args.repeats)
+                console.print(f"{title} {name}: {found[name]['forward']:.3f} {found[name]['both']:.3f} ms")
+            except Exception as error:  # a row that cannot run does not take the others with it
+                console.print(f"{title} {name}: {type(error).__name__}: {str(error)[:300]}")
+            gc.collect()
+            torch.cuda.empty_cache()
+        table = Table(
+            "operator", "fwd ms", "fwd+bwd", "of floor", "", "MiB fwd", "fwd+bwd", "against", "fwd", "fwd+bwd", "at most", "",
+            title=f"{title} H16 K=V=128 bf16",
+        )  # fmt: skip
+        for name, now in found.items():
+            cells = [
+                name,
+                *(f"{now[part]:.3f}" for part in ("forward", "both")),
+                *(f"{now[part] / now[f'{part} floor']:.1f}" for part in ("forward", "both")),
+                *(f"{now[f'{part} MiB']:.0f}" for part in ("forward", "both")),
+            ]
+            bars = rows[name].bars or {}
+            for peer, bar in bars.items():
+                if peer not in found:
+                    continue
+                ratios = [now[part] / found[peer][part] for part in ("forward", "both")]
+                now[f"of {peer}"] = ratios
+                verdict = "ok" if max(ratios) <= bar else "MISSED"
+                table.add_row(*cells, peer, *(f"{ratio:.2f}" for ratio in ratios), f"{bar:.2f}", verdict)
+                cells = [""] * len(cells)
+            if not bars:
+                table.add_row(*cells)
+        console.print(table)
+    if not args.no_lengths:
+        for name, row in rows.items():
+            results["lengths"][name] = {
+                tokens: measure(row, (1, tokens, 16, 128), args.repeats)["both"]
+                for tokens in (1024, 4096, 16384, 65536)
+            }
+        plot(results["lengths"], args.out / "kernels.png")
+    (args.out / "kernels.json").write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,970 @@
+"""Triton kernels of the inner-product rules with one decay a token: falcon1a, falcon3a, linear attention.
+
+Within a chunk, with log-decay prefix u, strengths c and windows of W pairs (slots and chunks: see `ranks.py`), pair j is
+written by tokens j ... j + W - 1. Let P_jd be what tokens j ... j + d have written of it, at token j + d:
+
+    P_jd = exp(u_{j+d} - u_{j+d-1}) P_{j,d-1} + c_{j+d}
+    o_t  = exp(u_t) S_0^T q_t + sum_j M_tj (q_t . x_j) v_j      M_tj = P_{j,t-j} near the diagonal (t - j < W - 1), and
+                                                                       P_{j,W-1} exp(u_t - u_{j+W-1}) far from it
+    S_C  = exp(u_C) S_0 + sum_j w_j x_j v_j^T                   w_j  = P_{j,W-1} exp(u_C - u_{j+W-1})
+
+so that a window costs a few selects more than a single pair. Tokens behind the chunk's end write nothing here (c = 0) and
+do not decay: what they write of these pairs is the next chunk's.
+
+A document's chunks are grouped into segments. Four steps, and only the states between segments go through memory: what each
+segment adds by itself (`_segment_states`), a scan over segments (`_scan`), then every segment walks over its chunks with the
+state in registers (`_walk`). Backward is the same again: the gradient of q is the walk with (q, x, v) replaced by (d_o, v, x),
+and the gradients of v and x are a walk from the end with the gradient of the state (`_walk_back`).
+
+The normaliser z of linear attention is a column of ones behind v: `ONES`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .gpu import block, dot, into_chunks, key_pointers, of_chunk, on_device, read, row_of, tables, value_pointers
+from .ranks import CHUNK, Ranks
+
+FIXED = ["T", "NC", "NS", "SEG", "M"]  # no recompilation for another length
+
+
+@triton.jit
+def _segment(q, docs, segment_doc, T, NC, NS, SEG, PLAIN: tl.constexpr, STRIDE: tl.constexpr):
+    """Document, first row, length, first chunk of the document, and the range of its chunks that segment `q` holds."""
+    if PLAIN:
+        n = (q // NS).to(tl.int64)
+        start, length, chunk = n * T, tl.zeros_like(n) + T, n * NC
+        own = q - n * NS
+    else:
+        n = tl.load(segment_doc + q).to(tl.int64)
+        at = docs + 4 * n
+        start, length, chunk = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+        own = q - tl.load(at + 3)
+    begin = own * SEG
+    return n, start, length, chunk, begin, tl.minimum(begin + SEG, tl.cdiv(length, STRIDE))
+
+
+@triton.jit
+def _decays(upto, upto_low, at, later, LOW: tl.constexpr):
+    """The two halves of u at slots `later`, 0 before the chunk."""
+    high = tl.load(upto + at + later, mask=later >= 0, other=0.0)
+    low = tl.zeros_like(high)
+    if LOW:
+        low = tl.load(upto_low + at + later, mask=later >= 0, other=0.0)
+    return high, low
+
+
+@triton.jit
+def _written(weights, upto, upto_low, at, e, W: tl.constexpr, LOW: tl.constexpr, C: tl.constexpr):
+    """P_{j,W-1} of every pair, and the two halves of u at the token that wrote it last."""
+    last = tl.minimum(e + W - 1, C - 1)
+    high, low = _decays(upto, upto_low, at, last, LOW)
+    return tl.load(weights + at * W + (W - 1) * C + e), high, low
+
+
+@triton.jit
+def _far(high, low, s_high, s_low, apart, W: tl.constexpr, LOW: tl.constexpr):
+    """exp(u_t - u_{j+W-1}) for pairs that were written whole, else 0. apart: last token that t reads, minus j."""
+    difference = high - s_high
+    if LOW:
+        difference += low - s_low
+    return tl.where(apart >= W - 1, tl.exp(tl.minimum(difference, 0.0)), 0.0)
+
+
+@triton.jit
+def _with_near(mix, near, apart, s, PAIRS_AS_ROWS: tl.constexpr, W: tl.constexpr, C: tl.constexpr):
+    """Put P_jd near the diagonal into the far part of M. near: where the chunk's P begin, s: the slots of the pairs."""
+    for d in tl.static_range(W - 1):
+        p = tl.load(near + d * C + s)
+        if PAIRS_AS_ROWS:
+            mix = tl.where(apart == d, p[:, None], mix)
+        else:
+            mix = tl.where(apart == d, p[None, :], mix)
+    return mix
+
+
+@triton.jit
+def _window_weights(strength, upto, upto_low, weights, W: tl.constexpr, LOW: tl.constexpr, C: tl.constexpr):
+    """P of every pair of a chunk: `[M, H, W, C]`."""
+    at = tl.program_id(0).to(tl.int64) * C
+    e = tl.arange(0, C)
+    p = tl.zeros([C], tl.float32)
+    for d in tl.static_range(W):
+        p = p * _decay_of(upto, upto_low, at, e + d, LOW, C)
+        p += tl.load(strength + at + e + d, mask=e + d < C, other=0.0)
+        tl.store(weights + at * W + d * C + e, p)
+
+
+@triton.jit
+def _decay_of(upto, upto_low, at, slot, LOW: tl.constexpr, C: tl.constexpr):
+    """The decay of one token: 1 in slot 0 (where no pair is yet written) and behind the chunk."""
+    now, before = tl.minimum(slot, C - 1), tl.minimum(slot - 1, C - 1)
+    high, low = _decays(upto, upto_low, at, now, LOW)
+    b_high, b_low = _decays(upto, upto_low, at, before, LOW)
+    return tl.exp(tl.minimum(high - b_high + (low - b_low), 0.0))
+
+
+@triton.jit(do_not_specialize=FIXED)
+def _segment_states(
+    left,
+    head_left,
+    right,
+    head_right,
+    first,
+    weights,
+    upto,
+    upto_low,
+    weight,
+    state,
+    z,
+    total,
+    docs,
+    segment_doc,
+    rows,
+    T,
+    NC,
+    NS,
+    SEG,
+    H,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    W: tl.constexpr,
+    SHIFT: tl.constexpr,
+    AFTER: tl.constexpr,
+    BACK: tl.constexpr,
+    ONES: tl.constexpr,
+    LOW: tl.constexpr,
+    PLAIN: tl.constexpr,
+    MASKED: tl.constexpr,
+    C: tl.constexpr,
+):
+    """What the pairs of a segment (BACK: its queries and output gradients) add to the state at its end (BACK: start)."""
+    q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    n, start, length, chunk, begin, end = _segment(q, docs, segment_doc, T, NC, NS, SEG, PLAIN, C - W + 1)
+    e, dk = tl.arange(0, C), tl.arange(0, BK)
+    dv = tl.program_id(1) * BV + tl.arange(0, BV)
+    S = tl.zeros([BK, BV], tl.float32)
+    own_z = tl.zeros([BK], tl.float32)
+    sum_u = tl.zeros([1], tl.float32)
+    missing = tl.load(first + n)
+    for step in range(begin, end):
+        i = step
+        if BACK:
+            i = begin + end - 1 - step
+        r = i * (C - W + 1) - (W - 1) + e
+        at = ((chunk + i) * H + h) * C
+        u_end = tl.load(upto + at + C - 1)
+        low_end = u_end * 0.0
+        if LOW:
+            low_end = tl.load(upto_low + at + C - 1)
+        if BACK:
+            ok = (e >= W - 1) & (r < length)
+            row = row_of(rows, start, r, ok, MASKED) * H + h
+            lp, rp, lok, rok = left + row * K, right + row * V, ok, ok
+            high, low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
+            w = tl.exp(high + low)
+        else:
+            lp, lok = key_pointers(left, head_left, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
+            rp, rok = value_pointers(right, head_right, rows, n, start, length, missing, h, r, H, V, W, SHIFT, MASKED)
+            full, high, low = _written(weights, upto, upto_low, at, e, W, LOW, C)
+            w = full * tl.exp(tl.minimum(u_end - high + (low_end - low), 0.0))
+        x = read(lp[:, None] + dk[None, :], lok[:, None] & (dk < K)[None, :])
+        y = read(rp[:, None] + dv[None, :], rok[:, None] & (dv < V)[None, :])
+        kept = tl.exp(u_end + low_end)
+        S = S * kept + dot(tl.trans(x), (y.to(tl.float32) * w[:, None]).to(x.dtype))
+        if ONES:
+            part = w
+            if BACK:
+                part = w * tl.load(weight + at + e)
+            own_z = own_z * kept + tl.sum(x.to(tl.float32) * part[:, None], 0)
+        sum_u += u_end + low_end
+    at = (q * H + h) * K
+    tl.store(state + (at + dk)[:, None] * V + dv[None, :], S, mask=(dk < K)[:, None] & (dv < V)[None, :])
+    if tl.program_id(1) == 0:
+        if ONES:
+            tl.store(z + at + dk, own_z, mask=dk < K)
+        tl.store(total + q * H + h + tl.arange(0, 1), sum_u)
+
+
+@triton.jit(do_not_specialize=["NS"])
+def _scan(
+    state,
+    total,
+    initial,
+    final,
+    other,
+    other_final,
+    product,
+    docs,
+    NS,
+    H,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    ROWS: tl.constexpr,
+    BV: tl.constexpr,
+    BACK: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    SINGLE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PLAIN: tl.constexpr,
+):
+    """Turn what segments add into the states before them (BACK: the gradients of the states after them), in place.
+
+    With PRODUCT, also sums of products with `other`, the states before the segments: SINGLE, of exp(total) times the state
+    before with the gradient after; else of the state after with the gradient after. With COLUMNS, `total` is `[Q, H, V]`
+    and so are the products (of every block of rows).
+    """
+    n, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BV)
+    inside = (row < K)[:, None] & (column < V)[None, :]
+    d = row[:, None] * V + column[None, :]
+    if PLAIN:
+        begin, end = n * NS, n * NS + NS
+    else:
+        begin, end = tl.load(docs + 4 * n + 3), tl.load(docs + 4 * n + 7)
+    S = tl.load(initial + (n * H + h) * K * V + d, mask=inside, other=0.0).to(tl.float32)
+    after = tl.zeros([ROWS, BV], tl.float32)
+    if PRODUCT and not SINGLE:
+        after = tl.load(other_final + (n * H + h) * K * V + d, mask=inside, other=0.0)
+    # the next segment is loaded while this one is added
+    q = begin
+    if BACK:
+        q = end - 1
+    added = tl.load(state + (q * H + h) * K * V + d, mask=inside & (begin + row * 0 < end)[:, None], other=0.0)
+    for step in range(begin, end):
+        q, near = step, step + 1
+        if BACK:
+            q = begin + end - 1 - step
+            near = q - 1
+        more = tl.load(state + (near * H + h) * K * V + d, mask=inside & (step + 1 + row * 0 < end)[:, None], other=0.0)
+        tl.store(state + (q * H + h) * K * V + d, S, mask=inside)
+        if COLUMNS:
+            kept = tl.exp(tl.load(total + (q * H + h) * V + column, mask=column < V, other=0.0))[None, :]
+        else:
+            kept = tl.exp(tl.load(total + q * H + h))
+        if PRODUCT:
+            before = tl.load(other + (q * H + h) * K * V + d, mask=inside, other=0.0)
+            if SINGLE:
+                pair = before * kept * S
+            else:
+                pair = after * S
+                after = before
+            tile = (q * H + h) * tl.num_programs(1) + tl.program_id(1)
+            if COLUMNS:
+                tl.store(product + tile * V + column, tl.sum(pair, 0), mask=column < V)
+            else:
+                tl.store(product + tile, tl.sum(tl.sum(pair, 1), 0))
+        S = S * kept + added
+        added = more
+    tl.store(final + (n * H + h) * K * V + d, S, mask=inside)
+
+
+@triton.jit(do_not_specialize=FIXED)
+def _walk(
+    query,
+    k,
+    head_x,
+    v,
+    head_v,
+    first,
+    weights,
+    upto,
+    upto_low,
+    state,
+    z,
+    weight,
+    out,
+    against,
+    inner,
+    seen,
+    docs,
+    segment_doc,
+    rows,
+    eps,
+    T,
+    NC,
+    NS,
+    SEG,
+    M,
+    H,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BA: tl.constexpr,
+    BB: tl.constexpr,
+    W: tl.constexpr,
+    SHIFT: tl.constexpr,
+    AFTER: tl.constexpr,
+    SWAP: tl.constexpr,
+    ONES: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    INNER: tl.constexpr,
+    LOW: tl.constexpr,
+    PLAIN: tl.constexpr,
+    MASKED: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Outputs of a segment from the state before it. SWAP: `query` is d_o, keys and values change places, and out is d_q.
+
+    NORMALIZE: divide by seen + eps. INNER: also `against` . (the part of out that comes from the state).
+    """
+    q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    n, start, length, chunk, begin, end = _segment(q, docs, segment_doc, T, NC, NS, SEG, PLAIN, C - W + 1)
+    A: tl.constexpr = V if SWAP else K
+    B: tl.constexpr = K if SWAP else V
+    e, da = tl.arange(0, C), tl.arange(0, BA)
+    db = tl.program_id(1) * BB + tl.arange(0, BB)
+    in_a, in_b = (da < A)[None, :], (db < B)[None, :]
+    own = state + (q * H + h) * K * V
+    if SWAP:
+        S = tl.load(own + da[:, None] + db[None, :] * V, mask=(da < A)[:, None] & in_b, other=0.0)
+    else:
+        S = tl.load(own + da[:, None] * V + db[None, :], mask=(da < A)[:, None] & in_b, other=0.0)
+    if NORMALIZE:
+        sum_x = tl.load(z + (q * H + h) * K + da, mask=da < A, other=0.0)
+    if ONES:
+        sum_x = tl.load(z + (q * H + h) * K + db, mask=db < B, other=0.0)
+    missing = tl.load(first + n)
+    for i in range(begin, end):
+        r = i * (C - W + 1) - (W - 1) + e
+        at = ((chunk + i) * H + h) * C
+        token = (e >= W - 1) & (r < length)
+        row = row_of(rows, start, r, token, MASKED) * H + h
+        xp, xok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
+        vp, vok = value_pointers(v, head_v, rows, n, start, length, missing, h, r, H, V, W, SHIFT, MASKED)
+        if SWAP:
+            xp, vp, xok, vok = vp, xp, vok, xok
+        a = read(query + row[:, None] * A + da[None, :], token[:, None] & in_a)
+        x = read(xp[:, None] + da[None, :], xok[:, None] & in_a)
+        y = read(vp[:, None] + db[None, :], vok[:, None] & in_b)
+        full, s_high, s_low = _written(weights, upto, upto_low, at, e, W, LOW, C)
+        high, low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
+        u_end = tl.load(upto + at + C - 1)
+        low_end = u_end * 0.0
+        if LOW:
+            low_end = tl.load(upto_low + at + C - 1)
+        apart = e[:, None] - (1 - AFTER) - e[None, :]
+        mix = full[None, :] * _far(high[:, None], low[:, None], s_high[None, :], s_low[None, :], apart, W, LOW)
+        mix = _with_near(mix, weights + at * W, apart, e, False, W, C)
+        scores = dot(a, tl.trans(x))
+        if ONES:
+            scores += tl.load(weight + at + e)[:, None]
+        p = scores * mix
+        from_start = tl.exp(high + low)
+        carried = dot(a, S.to(a.dtype))
+        if ONES:
+            carried += tl.load(weight + at + e)[:, None] * sum_x[None, :]
+        carried *= from_start[:, None]
+        o = carried + dot(p.to(a.dtype), y)
+        w = full * tl.exp(tl.minimum(u_end - s_high + (low_end - s_low), 0.0))
+        kept = tl.exp(u_end + low_end)
+        S = S * kept + dot(tl.trans(x), (y.to(tl.float32) * w[:, None]).to(x.dtype))
+        if NORMALIZE:
+            divisor = tl.sum(p, 1) + from_start * tl.sum(a.to(tl.float32) * sum_x[None, :], 1) + eps
+            o = o / divisor[:, None]
+            sum_x = sum_x * kept + tl.sum(x.to(tl.float32) * w[:, None], 0)
+            if tl.program_id(1) == 0:
+                tl.store(seen + row, divisor, mask=token)
+        if ONES:
+            sum_x = sum_x * kept + tl.sum(y.to(tl.float32) * w[:, None], 0)
+        if INNER:
+            other = read(against + row[:, None] * B + db[None, :], token[:, None] & in_b).to(tl.float32)
+            found = tl.sum(other * carried, 1)
+            tl.store(inner + tl.program_id(1).to(tl.int64) * M * H * C + at + e, found)
+        tl.store(out + row[:, None] * B + db[None, :], o, mask=token[:, None] & in_b)
+
+
+@triton.jit(do_not_specialize=FIXED)
+def _walk_back(
+    query,
+    k,
+    head_x,
+    v,
+    head_v,
+    d_o,
+    o,
+    first,
+    weights,
+    upto,
+    upto_low,
+    d_state,
+    d_z,
+    weight,
+    inner,
+    product,
+    d_energy,
+    out,
+    head_out,
+    overlap,
+    far,
+    close,
+    apart,
+    docs,
+    segment_doc,
+    rows,
+    eps,
+    T,
+    NC,
+    NS,
+    SEG,
+    M,
+    H,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BA: tl.constexpr,
+    BB: tl.constexpr,
+    W: tl.constexpr,
+    SHIFT: tl.constexpr,
+    AFTER: tl.constexpr,
+    SWAP: tl.constexpr,
+    ONES: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    GATES: tl.constexpr,
+    ENERGY: tl.constexpr,
+    LOW: tl.constexpr,
+    PLAIN: tl.constexpr,
+    MASKED: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Gradients of a segment's values (SWAP: keys), from its end; d_state is the gradient of the state after the segment.
+
+    GATES (of values): also, for this block of value columns, the gradients of P_{j,W-1} (far), of P_jd with d < W - 1 (close,
+    `[W - 1, C]` a chunk), what every token reads times its gradient (inner), and the sum of state times gradient at the
+    chunk's end (apart); where LOW instead of the last two (inner is given then: the part read from the state) the gradient of
+    every token's log-decay that comes from far pairs and the states, pair by pair, so that nothing cancels (apart).
+    ENERGY (of keys): add what comes through the energy of the keys.
+    Everything is computed transposed (pairs as rows, queries as columns) from loaded operands: no accumulator is transposed.
+    """
+    q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    n, start, length, chunk, begin, end = _segment(q, docs, segment_doc, T, NC, NS, SEG, PLAIN, C - W + 1)
+    A: tl.constexpr = V if SWAP else K
+    B: tl.constexpr = K if SWAP else V
+    part = tl.program_id(1).to(tl.int64)
+    e, da = tl.arange(0, C), tl.arange(0, BA)
+    db = tl.program_id(1) * BB + tl.arange(0, BB)
+    in_a, in_b = (da < A)[None, :], (db < B)[None, :]
+    own = d_state + (q * H + h) * K * V
+    if SWAP:
+        dS = tl.load(own + da[:, None] + db[None, :] * V, mask=(da < A)[:, None] & in_b, other=0.0)
+    else:
+        dS = tl.load(own + da[:, None] * V + db[None, :], mask=(da < A)[:, None] & in_b, other=0.0)
+    # z has the rows of the state: a block of them, or all where they are multiplied with keys
+    dn, count = da, A
+    if SWAP:
+        dn, count = db, B
+    if ONES:
+        dz = tl.load(d_z + (q * H + h) * K + dn, mask=dn < count, other=0.0)
+    once = tl.where(part == 0, 1.0, 0.0)  # what does not belong to a block of columns
+    crossing = once * 0.0
+    if GATES:
+        crossing = once * tl.load(product + q * H + h)
+    missing = tl.load(first + n)
+    for step in range(begin, end):
+        i = begin + end - 1 - step
+        r = i * (C - W + 1) - (W - 1) + e
+        at = ((chunk + i) * H + h) * C
+        token = (e >= W - 1) & (r < length)
+        row = row_of(rows, start, r, token, MASKED) * H + h
+        xp, xok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
+        vp, vok = value_pointers(v, head_v, rows, n, start, length, missing, h, r, H, V, W, SHIFT, MASKED)
+        if SWAP:
+            pair = read(vp[:, None] + da[None, :], vok[:, None] & in_a)
+            ask = read(d_o + row[:, None] * A + da[None, :], token[:, None] & in_a)
+            value = read(query + row[:, None] * B + db[None, :], token[:, None] & in_b)
+        else:
+            pair = read(xp[:, None] + da[None, :], xok[:, None] & in_a)
+            ask = read(query + row[:, None] * A + da[None, :], token[:, None] & in_a)
+            value = read(d_o + row[:, None] * B + db[None, :], token[:, None] & in_b)
+        full, s_high, s_low = _written(weights, upto, upto_low, at, e, W, LOW, C)
+        high, low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
+        u_end = tl.load(upto + at + C - 1)
+        low_end = u_end * 0.0
+        if LOW:
+            low_end = tl.load(upto_low + at + C - 1)
+        to_end = tl.exp(tl.minimum(u_end - s_high + (low_end - s_low), 0.0))
+        scores = dot(pair, tl.trans(ask))
+        carried = dot(pair, dS.to(pair.dtype))
+        if ONES and SWAP:
+            scores += tl.load(weight + at + e)[None, :]
+            carried += dz[None, :]
+        distance = e[None, :] - (1 - AFTER) - e[:, None]
+        decay = _far(high[None, :], low[None, :], s_high[:, None], s_low[:, None], distance, W, LOW)
+        if GATES and not LOW:
+            # the gradient of P_{j,W-1} is the product of the pair with what P_{j,W-1} multiplies
+            far_scores = scores * decay
+            found = to_end[:, None] * carried + dot(far_scores.to(pair.dtype), value)
+            y = read(vp[:, None] + db[None, :], vok[:, None] & in_b).to(tl.float32)
+            d_full = tl.sum(y * found, 1)
+            if ONES:
+                d_full += once * tl.sum(far_scores * tl.load(weight + at + e)[None, :], 1)
+                d_full += once * to_end * tl.sum(pair.to(tl.float32) * dz[None, :], 1)
+            found *= full[:, None]
+            given = tl.sum(d_full * full, 0)
+            for d in tl.static_range(W - 1):
+                after = e + (d + 1 - AFTER)
+                ok = (after < C) & (after >= W - 1) & (r + (d + 1 - AFTER) < length)
+                asks = row_of(rows, start, r + (d + 1 - AFTER), ok, MASKED) * H + h
+                g = read(d_o + asks[:, None] * B + db[None, :], ok[:, None] & in_b).to(tl.float32)
+                p = tl.load(weights + at * W + d * C + e)
+                product_jd = tl.sum(tl.where(distance == d, scores, 0.0), 1)
+                near = product_jd * tl.sum(y * g, 1)
+                tl.store(close + (part * M * H * C + at) * (W - 1) + d * C + e, near)
+                given += tl.sum(p * near, 0)
+                found += (p * product_jd)[:, None] * g
+            if NORMALIZE:
+                reads = -eps * once * tl.load(weight + at + e)
+            else:
+                answer = read(o + row[:, None] * B + db[None, :], token[:, None] & in_b).to(tl.float32)
+                reads = tl.sum(answer * value.to(tl.float32), 1)
+            slot = part * M * H * C + at + e
+            tl.store(inner + slot, reads)
+            tl.store(far + slot, d_full)
+            tl.store(apart + slot, crossing + tl.zeros([C], tl.float32))
+            crossing += tl.sum(reads, 0) - given
+        else:
+            mix = _with_near(full[:, None] * decay, weights + at * W, distance, e, True, W, C)
+            found = (full * to_end)[:, None] * carried + dot((scores * mix).to(pair.dtype), value)
+        if GATES and LOW:
+            y = read(vp[:, None] + db[None, :], vok[:, None] & in_b)
+            pull = dot(y, tl.trans(value))
+            written = tl.sum(y * carried, 1)
+            if ONES:
+                pull += once * tl.load(weight + at + e)[None, :]
+                written += once * tl.sum(pair * dz[None, :], 1)
+            pull *= scores
+            for d in tl.static_range(W - 1):
+                near = tl.sum(tl.where(distance == d, pull, 0.0), 1)
+                tl.store(close + (part * M * H * C + at) * (W - 1) + d * C + e, near)
+            pull *= decay
+            written *= to_end
+            slot = part * M * H * C + at + e
+            tl.store(far + slot, tl.sum(pull, 1) + written)
+            # token r decays what earlier tokens wrote, for later ones to read
+            reads = once * tl.load(inner + at + e)
+            earlier = e[None, :] + W - 1 < e[:, None]
+            pull = dot(tl.where(earlier, 1.0, 0.0), pull * full[:, None]) + reads[None, :]
+            grad = tl.sum(tl.where(e[None, :] - e[:, None] >= 1 - AFTER, pull, 0.0), 1)
+            grad += tl.sum(tl.where(earlier, (written * full)[None, :], 0.0), 1)
+            tl.store(apart + slot, grad + crossing)
+        initial = i + e * 0 == 0  # whether this is a document's first chunk
+        ours = (e >= W - 1) | initial
+        if SWAP:
+            op, ok = key_pointers(out, head_out, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
+        else:
+            op, ok = value_pointers(out, head_out, rows, n, start, length, missing, h, r, H, V, W, SHIFT, MASKED)
+        if W > 1:
+            shared = overlap + (((chunk + i) * H + h) * (W - 1) + e) * B
+            tl.store(shared[:, None] + db[None, :], found, mask=(ok & (e < W - 1) & ~initial)[:, None] & in_b)
+        if ENERGY:
+            factor = tl.zeros([C], tl.float32)
+            for w in tl.static_range(W):
+                there = (r + w >= 0) & (r + w < length)
+                factor += tl.load(d_energy + (start + r + w) * H + h, mask=there, other=0.0)
+            found += 2.0 * factor[:, None] * read(xp[:, None] + db[None, :], xok[:, None] & in_b).to(tl.float32)
+        tl.store(op[:, None] + db[None, :], found, mask=(ok & ours)[:, None] & in_b)
+        kept = tl.exp(u_end + low_end)
+        from_start = tl.exp(high + low)
+        dS = dS * kept + dot(tl.trans(ask), (value.to(tl.float32) * from_start[:, None]).to(pair.dtype))
+        if ONES:
+            share = from_start * tl.load(weight + at + e)
+            if SWAP:
+                dz = dz * kept + tl.sum(value.to(tl.float32) * share[:, None], 0)
+            else:
+                dz = dz * kept + tl.sum(ask.to(tl.float32) * share[:, None], 0)
+
+
+@triton.jit
+def _gate_gradients(
+    strength,
+    upto,
+    upto_low,
+    weights,
+    inner,
+    far,
+    close,
+    apart,
+    d_strength,
+    d_log_decay,
+    size,
+    PARTS: tl.constexpr,
+    W: tl.constexpr,
+    AFTER: tl.constexpr,
+    LOW: tl.constexpr,
+    C: tl.constexpr,
+):
+    """From the gradients of P, and products of the walks, to those of strength and log-decay of every token of a chunk."""
+    at = tl.program_id(0).to(tl.int64) * C
+    e = tl.arange(0, C)
+    d_c = tl.zeros([C], tl.float32)
+    d_u = tl.zeros([C], tl.float32)
+    reads = tl.zeros([C], tl.float32)
+    for part in tl.static_range(PARTS):
+        d_u += tl.load(apart + part * size + at + e)
+        if not LOW:
+            reads += tl.load(inner + part * size + at + e)
+    if not LOW:
+        # far pairs: all reads from here on, minus all that was written from here on, plus state times gradient at the end
+        full = tl.zeros([C], tl.float32)
+        for part in tl.static_range(PARTS):
+            full += tl.load(far + part * size + at + e)
+        full *= tl.load(weights + at * W + (W - 1) * C + e)
+        for d in tl.static_range(W - 1):
+            j = e - d - (1 - AFTER)
+            own = tl.load(weights + at * W + d * C + j, mask=j >= 0, other=0.0)
+            for part in tl.static_range(PARTS):
+                near = close + (part * size + at) * (W - 1) + d * C + j
+                reads -= own * tl.load(near, mask=j >= 0, other=0.0)
+        later = e[None, :] - e[:, None]
+        d_u += tl.sum(tl.where(later >= 1 - AFTER, reads[None, :], 0.0), 1)
+        d_u -= tl.sum(tl.where(later >= 1 - W, full[None, :], 0.0), 1)
+    for back in tl.static_range(W):
+        # this token is number `back` of those that write pair j
+        j = e - back
+        grad = tl.zeros([C], tl.float32)
+        for up in tl.static_range(W - back):
+            for part in tl.static_range(PARTS):
+                if up == 0:
+                    grad += tl.load(far + part * size + at + j, mask=j >= 0, other=0.0)
+                else:
+                    near = close + (part * size + at) * (W - 1) + (W - 1 - up) * C + j
+                    grad += tl.load(near, mask=j >= 0, other=0.0)
+            if back < W - 1 - up:
+                grad *= _decay_of(upto, upto_low, at, j + W - 1 - up, LOW, C)
+        d_c += grad
+        if back > 0:
+            before = tl.load(weights + at * W + (back - 1) * C + j, mask=j >= 0, other=0.0)
+            d_u += grad * before * _decay_of(upto, upto_low, at, e, LOW, C)
+    tl.store(d_strength + at + e, d_c)
+    tl.store(d_log_decay + at + e, d_u)
+
+
+@triton.jit(do_not_specialize=["T", "NC"])
+def _add_overlap(
+    overlap,
+    k,
+    head_x,
+    docs,
+    chunk_doc,
+    rows,
+    first,
+    T,
+    NC,
+    H,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    W: tl.constexpr,
+    BW: tl.constexpr,
+    SHIFT: tl.constexpr,
+    VALUES: tl.constexpr,
+    PLAIN: tl.constexpr,
+    MASKED: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Add what a chunk gives to the pairs of the chunk before it."""
+    c, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
+    e, d = tl.arange(0, BW), tl.arange(0, BK)
+    r = i * (C - W + 1) - (W - 1) + e
+    if VALUES:
+        p, ok = value_pointers(k, head_x, rows, n, start, length, tl.load(first + n), h, r, H, K, W, SHIFT, MASKED)
+    else:
+        p, ok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
+    # the last chunk of a document may hold no token of its own under a mask: then nothing was written for it
+    ok = (ok & (e < W - 1) & (i + e * 0 > 0) & (r + W - 1 - e < length))[:, None] & (d < K)[None, :]
+    added = tl.load(overlap + ((c * H + h) * (W - 1) + e)[:, None] * K + d[None, :], mask=ok, other=0.0)
+    p = p[:, None] + d[None, :]
+    tl.store(p, read(p, ok).to(tl.float32) + added, mask=ok)
+
+
+# elements of the state that a program holds, warps, pipeline stages: for 16-bit inputs, and for float32
+CUTS = {
+    "states": ((16384, 4, 1), (4096, 4, 1)),
+    "values": ((8192, 4, 2), (4096, 4, 1)),
+    "keys": ((8192, 4, 2), (4096, 4, 1)),
+}
+
+
+def cut(kind: str, rows: int, columns: int, like: Tensor) -> tuple[int, dict[str, int]]:
+    """Columns of a state `[rows, columns]` that one program holds, and its launch options; by sizes and dtype alone."""
+    room, warps, stages = CUTS[kind][like.dtype == torch.float32]
+    return min(block(columns), max(16, room // block(rows))), {"num_warps": warps, "num_stages": stages}
+
+
+def segment_length(chunks: int, heads: int, like: Tensor) -> int:
+    """Chunks of a segment: as many as leave enough segments to fill a large GPU. float32 keeps every state for its digits."""
+    if like.dtype == torch.float32:
+        return 1
+    length = 1
+    while length < 32 and chunks * heads >= 512 * length:
+        length *= 2
+    return length
+
+
+def scan(
+    state: Tensor,
+    total: Tensor,
+    initial: Tensor,
+    ranks: Ranks,
+    other: Tensor | None = None,
+    other_final: Tensor | None = None,
+    single: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """States before (with `other`, the states: gradients after) all segments in place; the one at the end; and products.
+
+    Args:
+        state: `[Q, H, K, V]`, or `[Q, H, K]`. total: log-decay of every segment, `[Q, H]`, or `[Q, H, V]` for every column.
+        initial: `[N, H, K, V]`. other_final: state after the last token.
+    Returns: final state, and products by blocks of 16 rows `[Q, H, K / 16]` or `[Q, H, K / 16, V]`, see `_scan`.
+    """
+    segments, heads, k_size = state.shape[:3]
+    v_size, columns, back = state.shape[3] if state.ndim == 4 else 1, total.ndim == 3, other is not None
+    final, tiles = torch.empty_like(initial, dtype=torch.float32), triton.cdiv(k_size, 16)
+    product = state.new_empty((segments, heads, tiles, *([v_size] if columns else [])) if back else (0,))
+    _scan[(ranks.documents * heads, tiles)](
+        state, total, initial.contiguous(), final, other, other_final, product, ranks.docs,
+        NS=segments // ranks.documents, H=heads, K=k_size, V=v_size, ROWS=16, BV=block(v_size), BACK=back,
+        PRODUCT=back, SINGLE=single, COLUMNS=columns, PLAIN=ranks.docs is None,
+    )  # fmt: skip
+    return final, product
+
+
+class Kept(NamedTuple):
+    """What backward needs besides inputs and gates: states before the segments, their decays, the divisors of the read."""
+
+    states: Tensor
+    z: Tensor
+    total: Tensor
+    seen: Tensor
+
+
+@dataclass(frozen=True)
+class Associative:
+    """One call: its inputs and options; see the module for the recurrence.
+
+    Attributes:
+        q, k, v: `[B, T, H, .]`, contiguous. head_x, head_v, first: see `falcon.prepass.heads_of`.
+        strength, upto, upto_low: gates in chunks, float32 `[M, H, C]`.
+        ranks: with overlap W - 1. window: W. shift: 1 when a token's pair has the key before it.
+        after: whether a token reads what it has written. ones: whether there is a normaliser z. normalize: whether it divides.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    head_x: Tensor
+    head_v: Tensor
+    first: Tensor
+    strength: Tensor
+    upto: Tensor
+    upto_low: Tensor
+    ranks: Ranks
+    window: int = 1
+    shift: int = 0
+    after: bool = True
+    ones: bool = False
+    normalize: bool = False
+    eps: float = 0.0
+
+    @property
+    def heads(self) -> int:
+        return self.q.shape[2]
+
+    @functools.cached_property
+    def weights(self) -> Tensor:
+        """P, `[M, H, W, C]`: of a single pair, its strength."""
+        if self.window == 1:
+            return self.strength
+        weights = self.strength.new_empty(*self.strength.shape[:2], self.window, CHUNK)
+        _window_weights[(self.strength.shape[0] * self.heads,)](
+            self.strength, self.upto, self.upto_low, weights, W=self.window, LOW=self.q.dtype == torch.float32, C=CHUNK,
+            num_warps=1,
+        )  # fmt: skip
+        return weights
+
+    def _common(self) -> dict[str, Any]:
+        ranks = self.ranks
+        return {
+            "docs": ranks.docs,
+            "segment_doc": ranks.segment_doc,
+            "rows": ranks.rows,
+            "T": ranks.tokens,
+            "NC": ranks.chunks // ranks.documents,
+            "NS": ranks.segments // ranks.documents,
+            "SEG": ranks.segment,
+            "H": self.heads,
+            "W": self.window,
+            "SHIFT": self.shift,
+            "AFTER": int(self.after),
+            "LOW": self.q.dtype == torch.float32,
+            "PLAIN": ranks.docs is None,
+            "MASKED": ranks.rows is not None,
+            "C": CHUNK,
+        }
+
+    def _states(
+        self, left: Tensor, right: Tensor, total: Tensor, weight: Tensor | None, back: bool
+    ) -> tuple[Tensor, Tensor]:
+        """What every segment adds to the state, `[Q, H, K, V]`, and to z."""
+        k_size, v_size, segments = self.k.shape[3], self.v.shape[3], self.ranks.segments
+        columns, launch = cut("states", k_size, v_size, self.k)
+        state = self.q.new_empty(segments, self.heads, k_size, v_size, dtype=torch.float32)
+        z = self.q.new_empty(segments, self.heads, k_size if self.ones else 0, dtype=torch.float32)
+        _segment_states[(segments * self.heads, triton.cdiv(v_size, columns))](
+            left, self.head_x, right, self.head_v, self.first, self.weights, self.upto, self.upto_low, weight,
+            state, z, total, **self._common(), K=k_size, V=v_size, BK=block(k_size), BV=columns,
+            BACK=back, ONES=self.ones and (weight is not None or not back), **launch,
+        )  # fmt: skip
+        if self.ones and back and weight is None:
+            z.zero_()
+        return state, z
+
+    def forward(self, S: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Kept]:
+        """Output `[B, T, H, V]`, state and z after the last token, and what backward needs."""
+        ranks = self.ranks
+        plain = torch.empty_like if ranks.rows is None else torch.zeros_like
+        o = plain(self.v)
+        seen = self.q.new_ones(self.q.shape[:3] if self.normalize else (0,), dtype=torch.float32)
+        total = self.q.new_empty(ranks.segments, self.heads, dtype=torch.float32)
+        with on_device(self.q):
+            states, z_states = self._states(self.k, self.v, total, None, False)
+            S, _ = scan(states, total, S, self.ranks)
+            if self.ones:
+                z, _ = scan(z_states, total, z, self.ranks)
+            else:
+                z = z.clone()
+            self._walk(self.q, states, z_states, None, o, None, None, seen, swap=False)
+        return o, S, z, Kept(states, z_states, total, seen)
+
+    def _walk(
+        self,
+        query: Tensor,
+        states: Tensor,
+        z: Tensor,
+        weight: Tensor | None,
+        out: Tensor,
+        against: Tensor | None,
+        inner: Tensor | None,
+        seen: Tensor | None,
+        swap: bool,
+    ) -> None:
+        k_size, v_size = self.k.shape[3], self.v.shape[3]
+        inner_size, size = (v_size, k_size) if swap else (k_size, v_size)
+        columns, launch = cut("keys" if swap else "values", inner_size, size, self.k)
+        _walk[(self.ranks.segments * self.heads, triton.cdiv(size, columns))](
+            query, self.k, self.head_x, self.v, self.head_v, self.first, self.weights, self.upto, self.upto_low,
+            states, z, weight, out, against, inner, seen, **self._common(), eps=self.eps, M=self.ranks.chunks,
+            K=k_size, V=v_size, BA=block(inner_size), BB=columns, SWAP=swap,
+            ONES=weight is not None, NORMALIZE=self.normalize and not swap, INNER=inner is not None, **launch,
+        )  # fmt: skip
+
+    def backward(
+        self,
+        d_o: Tensor,
+        o: Tensor,
+        d_S: Tensor,
+        d_z: Tensor,
+        S_end: Tensor,
+        z_end: Tensor,
+        kept: Kept,
+        through_gates: Callable[[Tensor, Tensor], Tensor | None] | None,
+    ) -> tuple[Tensor, ...]:
+        """Gradients of q, k, v, head_x, head_v, S and z.
+
+        Args:
+            through_gates: gets the gradients of strength and log-decay, `[M, H, C]`, and may return that of the energies of keys,
+                `[B * T, H]` by first row plus rank, to be added to that of the keys. None: nobody wants them.
+        """
+        ranks, heads, k_size, v_size = self.ranks, self.heads, self.k.shape[3], self.v.shape[3]
+        d_o, weight = d_o.contiguous(), None
+        if self.normalize:
+            weight = into_chunks(-(d_o.float() * o.float()).sum(-1) / kept.seen, ranks)
+            d_o = (d_o.float() / kept.seen[..., None]).to(d_o.dtype)
+        wide, gates, total = self.q.dtype == torch.float32, through_gates is not None, torch.empty_like(kept.total)
+        make = torch.empty_like if ranks.rows is None else torch.zeros_like
+        d_q = make(self.q)
+        d_k, d_v = (make(x) if ranks.docs is None else torch.zeros_like(x) for x in (self.k, self.v))
+        if self.shift and ranks.docs is None:  # the last key belongs to no pair
+            d_k[:, -1] = 0
+            if self.window > 1:  # nor does the first value without a key before it
+                d_v[:, 0] = 0
+        d_head_x, d_head_v = torch.zeros_like(self.head_x), torch.zeros_like(self.head_v)
+        parts, of_keys = (
+            triton.cdiv(size, cut(kind, other, size, self.k)[0])
+            for kind, size, other in (("values", v_size, k_size), ("keys", k_size, v_size))
+        )
+        size = (parts, ranks.chunks, heads, CHUNK) if gates else (0,)
+        inner = self.q.new_empty((of_keys, *size[1:]) if wide and gates else size, dtype=torch.float32)
+        far, apart = (self.q.new_empty(size, dtype=torch.float32) for _ in range(2))
+        close = self.q.new_empty((*size[:-1], self.window - 1, size[-1]), dtype=torch.float32)
+        d_energy = None
+        with on_device(self.q):
+            d_states, d_z_states = self._states(self.q, d_o, total, weight, True)
+            d_S, product = scan(d_states, kept.total, d_S, self.ranks, kept.states, S_end, wide)
+            product = product.sum(-1)
+            if self.ones:
+                d_z, more = scan(d_z_states, kept.total, d_z, self.ranks, kept.z, z_end, wide)
+                product = product + more.sum(-1)
+            reads = wide and gates
+            self._walk(
+                d_o, kept.states, kept.z, weight, d_q, self.q if reads else None, inner if reads else None, None, True
+            )
+            if reads:
+                inner = inner.sum(0)
+            outs = (inner, far, close, apart) if gates else None
+            d_z_of_values = d_z_states if gates and self.ones else None
+            self._walk_back(d_o, o, d_states, d_z_of_values, weight, product, (d_v, d_head_v), outs, None, False)
+            if through_gates is not None:
+                d_strength, d_log_decay = (self.q.new_empty(size[1:], dtype=torch.float32) for _ in range(2))
+                _gate_gradients[(ranks.chunks * heads,)](
+                    self.strength, self.upto, self.upto_low, self.weights, inner, far, close, apart, d_strength, d_log_decay,
+                    size=ranks.chunks * heads * CHUNK, PARTS=parts, W=self.window, AFTER=int(self.after), LOW=wide, C=CHUNK,
+                    num_warps=1,
+                )  # fmt: skip
+                d_energy = through_gates(d_strength, d_log_decay)
+            d_z_of_keys = d_z_states if self.ones else None
+            self._walk_back(d_o, o, d_states, d_z_of_keys, weight, None, (d_k, d_head_x), None, d_energy, True)
+        return d_q, d_k, d_v, d_head_x, d_head_v, d_S, d_z
+
+    def _walk_back(
+        self,
+        d_o: Tensor,
+        o: Tensor,
+        d_states: Tensor,
+        d_z: Tensor | None,
+        weight: Tensor | None,
+        product: Tensor | None,
+        outs: tuple[Tensor, Tensor],
+        gates: tuple[Tensor, ...] | None,
+        d_energy: Tensor | None,
+        swap: bool,
+    ) -> None:
+        """Into `outs`, gradients of values (swap: keys) and of those in the head; into `gates`: inner, far, close, apart."""
+        ranks, k_size, v_size = self.ranks, self.k.shape[3], self.v.shape[3]
+        inner_size, size = (v_size, k_size) if swap else (k_size, v_size)
+        columns, launch = cut("keys" if swap else "values", inner_size, size, self.k)
+        overlap = self.q.new_empty(ranks.chunks, self.heads, self.window - 1, size, dtype=torch.float32)
+        if d_z is not None and weight is None:
+            weight = self.q.new_zeros(ranks.chunks, self.heads, CHUNK, dtype=torch.float32)
+        inner, far, close, apart = gates or (None,) * 4
+        _walk_back[(ranks.segments * self.heads, triton.cdiv(size, columns))](
+            self.q, self.k, self.head_x, self.v, self.head_v, d_o, o, self.first, self.weights, self.upto, self.upto_low,
+            d_states, d_z, weight, inner, product, d_energy, *outs, overlap, far, close, apart, **self._common(),
+            eps=self.eps, M=ranks.chunks, K=k_size, V=v_size, BA=block(inner_size), BB=columns, SWAP=swap,
+            ONES=d_z is not None, NORMALIZE=self.normalize, GATES=gates is not None, ENERGY=d_energy is not None, **launch,
+        )  # fmt: skip
+        if self.window > 1:
+            _add_overlap[(ranks.chunks * self.heads,)](
+                overlap, *outs, **tables(ranks), first=self.first, H=self.heads, K=size, BK=block(size), W=self.window,
+                BW=triton.next_power_of_2(self.window), SHIFT=self.shift, VALUES=not swap, num_warps=1,
+            )  # fmt: skip

@@ -1,0 +1,325 @@
+"""Causal depthwise convolution, SiLU and the norm of a head in one Triton kernel, on documents with masks.
+
+Axis letters as everywhere, D channels, W taps, F channels a head. Rows are found by rank (see `ranks.py`): masks and packing
+cost no copies. Imported only where the tensors are on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .contract import may_overwrite_states
+from .gpu import block, custom, of_chunk, on_device, read, row_of, tables
+from .ranks import Ranks, ranks_of
+
+NORMS = {None: 0, "rms": 1, "l2": 2}
+ROWS = 16  # rows at a time: more do not fit in the registers
+
+
+@triton.jit
+def _taps(
+    x,
+    past,
+    weight,
+    rows,
+    n,
+    start,
+    length,
+    r,
+    column,
+    inside,
+    D,
+    W: tl.constexpr,
+    PAST: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """The convolution at ranks `r` before SiLU, float32 `[C, F]`."""
+    total = tl.zeros([r.shape[0], column.shape[0]], tl.float32)
+    for j in tl.static_range(W):
+        rank = r - (W - 1) + j
+        ok = (rank >= 0) & (r < length)
+        row = row_of(rows, start, rank, ok, MASKED)
+        value = read(x + row[:, None] * D + column[None, :], ok[:, None] & inside[None, :]).to(tl.float32)
+        if PAST:
+            at = past + (n * (W - 1) + rank + (W - 1))[:, None] * D + column[None, :]
+            value += read(at, ((rank < 0) & (r < length))[:, None] & inside[None, :]).to(tl.float32)
+        tap = read(weight + column * W + j, inside).to(tl.float32)
+        total += value * tap[None, :]
+    return total
+
+
+@triton.jit
+def _inverse_norm(y, eps, F: tl.constexpr, NORM: tl.constexpr):
+    """What rows `[C, F]` are multiplied with, `[C, 1]`."""
+    squares = tl.sum(y * y, 1)
+    inverse = 1.0 / tl.sqrt(squares / F + eps) if NORM == 1 else 1.0 / tl.maximum(tl.sqrt(squares), eps)
+    return inverse[:, None]
+
+
+@triton.jit(do_not_specialize=["T", "NC"])
+def _forward_kernel(
+    x, weight, past, y, docs, chunk_doc, rows, T, NC, D, eps,
+    F: tl.constexpr, BF: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, PAST: tl.constexpr,
+    PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    c, d = tl.program_id(0).to(tl.int64), tl.arange(0, BF)
+    n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
+    column, inside = tl.program_id(1) * F + d, d < F
+    for begin in range(0, C, ROWS):
+        r = i * C + begin + tl.arange(0, ROWS)
+        pre = _taps(x, past, weight, rows, n, start, length, r, column, inside, D, W, PAST, MASKED)
+        out = pre * tl.sigmoid(pre)
+        if NORM:
+            out = out * _inverse_norm(out, eps, F, NORM)
+        row = row_of(rows, start, r, r < length, MASKED)
+        at = y + row[:, None] * D + column[None, :]
+        tl.store(at, out.to(y.dtype.element_ty), mask=(r < length)[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["T", "NC"])
+def _backward_kernel(
+    d_y, x, weight, past, d_pre, docs, chunk_doc, rows, T, NC, D, eps,
+    F: tl.constexpr, BF: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, PAST: tl.constexpr,
+    PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Gradient before SiLU, at every row."""
+    c, d = tl.program_id(0).to(tl.int64), tl.arange(0, BF)
+    n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
+    column, inside = tl.program_id(1) * F + d, d < F
+    for begin in range(0, C, ROWS):
+        r = i * C + begin + tl.arange(0, ROWS)
+        pre = _taps(x, past, weight, rows, n, start, length, r, column, inside, D, W, PAST, MASKED)
+        gate = tl.sigmoid(pre)
+        row = row_of(rows, start, r, r < length, MASKED)
+        at, ok = row[:, None] * D + column[None, :], (r < length)[:, None] & inside[None, :]
+        grad = read(d_y + at, ok).to(tl.float32)
+        if NORM:
+            out = pre * gate
+            inverse = _inverse_norm(out, eps, F, NORM)
+            along = tl.sum(grad * out, 1)[:, None]
+            if NORM == 1:
+                grad = inverse * grad - (inverse * inverse * inverse / F) * along * out
+            else:  # where eps is larger than the norm, the norm has no gradient
+                grad = inverse * grad - tl.where(inverse < 1.0 / eps, inverse * inverse * inverse, 0.0) * along * out
+        grad = tl.where(ok, grad * gate * (1.0 + pre * (1.0 - gate)), 0.0)
+        tl.store(d_pre + at, grad.to(d_pre.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _later(d_pre, rows, start, length, r, wanted, column, inside, D, MASKED: tl.constexpr):
+    """Gradient before SiLU at ranks `r`, 0 where there is no token or it is not wanted: `[ROWS, F]`."""
+    ok = wanted & (r >= 0) & (r < length)
+    row = row_of(rows, start, r, ok, MASKED)
+    return read(d_pre + row[:, None] * D + column[None, :], ok[:, None] & inside[None, :]).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["T", "NC"])
+def _input_kernel(
+    d_pre, x, weight, past, d_x, d_past, d_weight, docs, chunk_doc, rows, T, NC, D,
+    F: tl.constexpr, BF: tl.constexpr, W: tl.constexpr, PAST: tl.constexpr,
+    PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Gradient of the input, and every chunk's part of the weight's gradient `[chunks, W, D]`."""
+    c, d = tl.program_id(0).to(tl.int64), tl.arange(0, BF)
+    n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
+    column, inside, e = tl.program_id(1) * F + d, d < F, tl.arange(0, ROWS)
+    for begin in range(0, C, ROWS):
+        r = i * C + begin + e
+        grad = tl.zeros([ROWS, BF], tl.float32)
+        for j in tl.static_range(W):
+            tap = read(weight + column * W + j, inside).to(tl.float32)
+            after = _later(d_pre, rows, start, length, r + (W - 1) - j, r < length, column, inside, D, MASKED)
+            grad += after * tap[None, :]
+        row = row_of(rows, start, r, r < length, MASKED)
+        at = d_x + row[:, None] * D + column[None, :]
+        tl.store(at, grad.to(d_x.dtype.element_ty), mask=(r < length)[:, None] & inside[None, :])
+    for j in tl.static_range(W):
+        own = tl.zeros([ROWS, BF], tl.float32)
+        for begin in range(0, C, ROWS):
+            r = i * C + begin + e
+            row = row_of(rows, start, r, r < length, MASKED)
+            value = read(x + row[:, None] * D + column[None, :], (r < length)[:, None] & inside[None, :])
+            after = _later(d_pre, rows, start, length, r + (W - 1) - j, r < length, column, inside, D, MASKED)
+            own += value.to(tl.float32) * after
+        if PAST and i == 0:
+            old = past + (n * (W - 1) + e)[:, None] * D + column[None, :]
+            value = read(old, (e < W - 1)[:, None] & inside[None, :]).to(tl.float32)
+            own += value * _later(d_pre, rows, start, length, e - j, e < W - 1, column, inside, D, MASKED)
+        tl.store(d_weight + (c * W + j) * D + column, tl.sum(own, 0), mask=inside)
+    if PAST and i == 0:
+        before = tl.zeros([ROWS, BF], tl.float32)
+        for j in tl.static_range(W):
+            tap = read(weight + column * W + j, inside).to(tl.float32)
+            before += _later(d_pre, rows, start, length, e - j, e < W - 1, column, inside, D, MASKED) * tap[None, :]
+        there = d_past + (n * (W - 1) + e)[:, None] * D + column[None, :]
+        tl.store(there, before.to(d_past.dtype.element_ty), mask=(e < W - 1)[:, None] & inside[None, :])
+
+
+def _warps(head: int) -> int:
+    return 4 if head <= 64 else 8
+
+
+def _forward(
+    x: Tensor, weight: Tensor, past: Tensor | None, docs: Tensor | None, chunk_doc: Tensor | None, rows: Tensor | None,
+    sizes: list[int], norm: int, head: int, eps: float,
+) -> tuple[Tensor]:  # fmt: skip
+    ranks = ranks_of(sizes, docs, chunk_doc, None, rows)
+    y = torch.empty_like(x) if rows is None else torch.zeros_like(x)
+    with on_device(x):
+        _forward_kernel[(ranks.chunks, x.shape[2] // head)](
+            x, weight, past, y, **tables(ranks), D=x.shape[2], eps=eps, F=head, BF=block(head), W=weight.shape[1],
+            NORM=norm, PAST=past is not None, ROWS=ROWS, num_warps=_warps(head),
+        )  # fmt: skip
+    return (y,)
+
+
+def _backward(
+    d_y: Tensor, x: Tensor, weight: Tensor, past: Tensor | None, docs: Tensor | None, chunk_doc: Tensor | None,
+    rows: Tensor | None, sizes: list[int], norm: int, head: int, eps: float, y: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    ranks, d_y = ranks_of(sizes, docs, chunk_doc, None, rows), d_y.contiguous()
+    channels, taps = weight.shape
+    d_pre = torch.empty_like(x)
+    d_x = torch.empty_like(x) if rows is None else torch.zeros_like(x)
+    d_past = x.new_empty(0) if past is None else torch.zeros_like(past)
+    parts = x.new_empty(ranks.chunks, taps, channels, dtype=torch.float32)
+    common = {
+        **tables(ranks),
+        "D": channels,
+        "F": head,
+        "BF": block(head),
+        "W": taps,
+        "PAST": past is not None,
+        "ROWS": ROWS,
+    }
+    grid = (ranks.chunks, channels // head)
+    with on_device(x):
+        _backward_kernel[grid](d_y, x, weight, past, d_pre, **common, eps=eps, NORM=norm, num_warps=_warps(head))
+        _input_kernel[grid](d_pre, x, weight, past, d_x, d_past, parts, **common, num_warps=_warps(head))
+    return d_x, parts.sum(0).T.to(weight.dtype).contiguous(), d_past
+
+
+_convolution = custom(
+    "convolution",
+    _forward,
+    _backward,
+    lambda x, *_: (torch.empty_like(x),),
+    lambda d_y, x, weight, past, *_: (
+        torch.empty_like(x), torch.empty_like(weight), x.new_empty(0) if past is None else torch.empty_like(past)
+    ),
+    outputs=1,
+    inputs=range(3),
+    module=__name__,
+)  # fmt: skip
+
+
+def convolution(
+    x: Tensor,
+    weight: Tensor,
+    past: Tensor | None,
+    ranks: Ranks,
+    *,
+    head: int,
+    norm: str | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """SiLU of the causal depthwise convolution of every document's real tokens, each head then normed.
+
+    Args:
+        x: `[B, T, D]`. weight: `[D, W]`, newest tap last. past: the last W - 1 real inputs `[N, W - 1, D]`, or None.
+        ranks: with overlap 0. head: F, divides D. norm: "rms" or "l2" over F channels, or None. eps: of the norm.
+
+    Returns: `[B, T, D]` in the dtype of x; rows of masked tokens are 0.
+    """
+    sizes = [ranks.batch, ranks.tokens, ranks.documents, ranks.overlap, ranks.segment, ranks.chunks, ranks.segments]
+    past = None if past is None else past.contiguous()
+    (y,) = _convolution(
+        x.contiguous(),
+        weight.contiguous(),
+        past,
+        ranks.docs,
+        ranks.chunk_doc,
+        ranks.rows,
+        sizes,
+        NORMS[norm],
+        head,
+        eps,
+    )
+    return y
+
+
+@triton.jit
+def _step_kernel(
+    x, weight, past, new_past, y, real, D, past_D, eps,
+    F: tl.constexpr, BF: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    n, d = tl.program_id(0).to(tl.int64), tl.arange(0, BF)
+    column, inside = tl.program_id(1) * F + d, d < F
+    alive = True
+    if MASKED:
+        alive = tl.load(real + n) != 0
+    now = read(x + n * D + column, inside & alive)
+    total = now.to(tl.float32) * read(weight + column * W + W - 1, inside).to(tl.float32)
+    for j in tl.static_range(W - 1):
+        at = (n * (W - 1) + j) * past_D + column
+        kept = read(past + at, inside)
+        total += kept.to(tl.float32) * read(weight + column * W + j, inside).to(tl.float32)
+        if j > 0:
+            tl.store(new_past + at - past_D, kept.to(new_past.dtype.element_ty), mask=inside & alive)
+        if not alive:
+            tl.store(new_past + at, kept.to(new_past.dtype.element_ty), mask=inside)
+    if W > 1:
+        at = (n * (W - 1) + W - 2) * past_D + column
+        tl.store(new_past + at, now.to(new_past.dtype.element_ty), mask=inside & alive)
+    out = tl.where(alive, total * tl.sigmoid(total), 0.0)
+    if NORM:
+        square = tl.sum(out * out, 0)
+        out = out / tl.sqrt(square / F + eps) if NORM == 1 else out / tl.maximum(tl.sqrt(square), eps)
+    tl.store(y + n * D + column, out.to(y.dtype.element_ty), mask=inside)
+
+
+def convolution_step(
+    parts: Sequence[Tensor],
+    weight: Tensor,
+    past: Tensor,
+    mask: Tensor | None,
+    *,
+    heads: Sequence[int],
+    norms: Sequence[str | None],
+    eps: float,
+) -> tuple[list[Tensor], Tensor]:
+    """`convolution` for one token, without a backward pass, and the new past.
+
+    Args:
+        parts: `[B, 1, D_i]`. weight: `[D, W]`. past: `[B, W - 1, D]`, overwritten within `contract.overwriting_states()`.
+        mask: bool `[B, 1]` or None. heads, norms: F and norm of every part.
+    """
+    past, mask = past.contiguous(), None if mask is None else mask.contiguous()
+    new, first, outputs = past if may_overwrite_states() else torch.empty_like(past), 0, []
+    for x, head, norm in zip(parts, heads, norms, strict=True):
+        x, width = x.contiguous(), x.shape[2]
+        y, own = torch.empty_like(x), slice(first, first + width)
+        with on_device(x):
+            _step_kernel[(x.shape[0], width // head)](
+                x, weight[own], past[:, :, own], new[:, :, own], y, mask, width, past.shape[2], eps, F=head,
+                BF=block(head), W=weight.shape[1], NORM=NORMS[norm], MASKED=mask is not None, num_warps=1,
+            )  # fmt: skip
+        outputs.append(y)
+        first += width
+    return outputs, new
+
+
+def last_inputs(x: Tensor, past: Tensor, ranks: Ranks) -> Tensor:
+    """The last W - 1 real inputs of every document after `x` `[B, T, D]`, given those before it: `[N, W - 1, D]`."""
+    size, kept = past.shape[1], []
+    for back in range(size, 0, -1):
+        row, there = ranks.last(x, back)
+        earlier = (size - back + ranks.lengths(x.device)).clamp(max=size - 1)
+        old = past.gather(1, earlier[:, None, None].expand(-1, 1, past.shape[2]))[:, 0]
+        kept.append(torch.where(there[:, None], row, old))
+    return torch.stack(kept, 1)

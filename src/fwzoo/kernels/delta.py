@@ -1,0 +1,661 @@
+"""Triton kernels of the delta family: regressions that write what the fast weights got wrong about a key.
+
+One chunk holds C consecutive real tokens of one document. With log-decay prefixes u (u_0 = 0) and incoming state S_0:
+
+    r_i = v_i - e^{a_i} S_0^T x_i - sum_{j < i} (x_i . x_j) e^{a_i - u_j} eta_j r_j      a_i = u_{i-1}, or u_i (gated delta)
+    o_i = e^{c_i} S_0^T q_i + sum_{j <= i} (q_i . x_j) e^{c_i - u_j} eta_j r_j           c_i = u_i, or u_{i-1} and j < i
+    S_C = e^{u_C} S_0 + sum_j e^{u_C - u_j} eta_j x_j r_j^T
+
+The residuals solve a unit lower triangular system whose inverse is called solve below: r = from_v - from_S S_0 with
+from_v = solve v and from_S = solve (e^a x). Work inside chunks runs in parallel over chunks; one short scan carries the state.
+Tiles of scratch tensors are `[M * H, ...]`, tile M of head H at `tile * H + h`; those named `_t` are stored transposed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .contract import INTERPRETING
+from .gpu import block, key_pointers, of_chunk, on_device, row_of, tables
+from .ranks import CHUNK, Ranks
+
+FIXED = ["T", "NC"]  # no recompilation for another length
+
+
+# --- loads and stores ---
+
+
+@triton.jit
+def _rows(
+    k,
+    head,
+    docs,
+    chunk_doc,
+    rows,
+    c,
+    h,
+    T,
+    NC,
+    H,
+    K: tl.constexpr,
+    SHIFT: tl.constexpr,
+    W: tl.constexpr,
+    PLAIN: tl.constexpr,
+    MASKED: tl.constexpr,
+    C: tl.constexpr,
+):
+    """For every slot of chunk c: index of its token and head in the flattened inputs, whether it holds a token of its own,
+    where its pair key is, and whether there is one."""
+    n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
+    slot = tl.arange(0, C)
+    rank = i * (C - W + 1) - (W - 1) + slot
+    valid = (slot >= W - 1) & (rank < length)
+    row = row_of(rows, start, rank, valid, MASKED) * H + h
+    pairs, paired = key_pointers(k, head, rows, n, start, length, h, rank, H, K, W, SHIFT, MASKED)
+    return row, valid, pairs, paired
+
+
+@triton.jit
+def _load_rows(pointers, valid, offset, SIZE: tl.constexpr, BLOCK: tl.constexpr, WORK: tl.constexpr):
+    """Columns `offset ... offset + BLOCK` of rows of SIZE elements."""
+    column = offset + tl.arange(0, BLOCK)
+    return tl.load(pointers[:, None] + column[None, :], mask=valid[:, None] & (column < SIZE)[None, :], other=0.0).to(
+        WORK
+    )
+
+
+@triton.jit
+def _load_tile(
+    base, index, row0, column0, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+):
+    """Block of scratch tile number `index`, a `[ROWS, COLUMNS]` matrix."""
+    r, c = row0 + tl.arange(0, BR), column0 + tl.arange(0, BC)
+    pointers = base + index * (ROWS * COLUMNS) + r[:, None] * COLUMNS + c[None, :]
+    return tl.load(pointers, mask=(r < ROWS)[:, None] & (c < COLUMNS)[None, :], other=0.0)
+
+
+@triton.jit
+def _store_tile(
+    base, index, row0, column0, x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr
+):
+    r, c = row0 + tl.arange(0, BR), column0 + tl.arange(0, BC)
+    pointers = base + index * (ROWS * COLUMNS) + r[:, None] * COLUMNS + c[None, :]
+    tl.store(pointers, x.to(base.dtype.element_ty), mask=(r < ROWS)[:, None] & (c < COLUMNS)[None, :])
+
+
+# --- gains and decays ---
+
+
+@triton.jit
+def _gates(strength, upto, upto_low, index, WIDE: tl.constexpr, C: tl.constexpr):
+    """eta of every slot, log-decay from the chunk's start up to and until every slot, and of the whole chunk.
+
+    An exact eta of 0 becomes 1e-20: too small to write anything, and eta's own gradient stays defined. WIDE: float64, so that
+    differences keep float32's digits.
+    """
+    slot = tl.arange(0, C)
+    at = index * C + slot
+    gain = tl.load(strength + at)
+    gain = tl.where(tl.abs(gain) < 1e-20, 1e-20, gain)
+    to = tl.load(upto + at)
+    until = tl.load(upto + at - 1, mask=slot > 0, other=0.0)
+    total = tl.load(upto + index * C + C - 1)
+    if WIDE:
+        to = to.to(tl.float64) + tl.load(upto_low + at)
+        until = until.to(tl.float64) + tl.load(upto_low + at - 1, mask=slot > 0, other=0.0)
+        total = total.to(tl.float64) + tl.load(upto_low + index * C + C - 1)
+    return gain, to, until, total
+
+
+@triton.jit
+def _lower(to, since, STRICT: tl.constexpr, C: tl.constexpr):
+    """exp(to_i - since_j) for i >= j (i > j when strict), else 0."""
+    slot = tl.arange(0, C)
+    keep = slot[:, None] > slot[None, :] if STRICT else slot[:, None] >= slot[None, :]
+    return tl.where(keep, tl.exp(tl.where(keep, (to[:, None] - since[None, :]).to(tl.float32), 0.0)), 0.0)
+
+
+@triton.jit
+def _upper(to, since, STRICT: tl.constexpr, C: tl.constexpr):
+    """Transpose of `_lower`."""
+    slot = tl.arange(0, C)
+    keep = slot[:, None] < slot[None, :] if STRICT else slot[:, None] <= slot[None, :]
+    return tl.where(keep, tl.exp(tl.where(keep, (to[None, :] - since[:, None]).to(tl.float32), 0.0)), 0.0)
+
+
+@triton.jit
+def _merged(inverse, M, SMALL: tl.constexpr, LARGE: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr):
+    """Inverse of the blocks of LARGE rows of I + M, from that of its blocks of SMALL rows; LARGE is SMALL times 4."""
+    slot = tl.arange(0, C)
+    apart = slot[:, None] // SMALL > slot[None, :] // SMALL
+    together = slot[:, None] // LARGE == slot[None, :] // LARGE
+    coupling = tl.where(apart & together, M, 0.0)
+    if SMALL > 1:
+        coupling = tl.dot(inverse, coupling, input_precision=PRECISION)
+    squared = tl.dot(coupling, coupling, input_precision=PRECISION)  # the fourth power of coupling is 0
+    if SMALL > 1:
+        inverse = tl.dot(squared, inverse, inverse, input_precision=PRECISION)
+    else:
+        inverse += squared
+    return inverse - tl.dot(coupling, inverse, input_precision=PRECISION)
+
+
+@triton.jit
+def _unit_lower_inverse(M, C: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + M)^-1 for strictly lower triangular M `[64, 64]`, by blocks of 4, 16 and 64 rows: no long alternating sums."""
+    slot = tl.arange(0, C)
+    unit = tl.where(slot[:, None] == slot[None, :], 1.0, 0.0)
+    inverse = _merged(unit, M, 1, 4, C, PRECISION)
+    inverse = _merged(inverse, M, 4, 16, C, PRECISION)
+    return _merged(inverse, M, 16, 64, C, PRECISION)
+
+
+# --- forward ---
+
+
+@triton.jit(do_not_specialize=FIXED)
+def solve_kernel(
+    k, head, v, strength, upto, upto_low, solve, from_S, from_v_t, docs, chunk_doc, rows, T, NC,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """solve `[C, C]`, from_S `[C, K]` and from_v_t `[V, C]` of every tile."""
+    index = tl.program_id(0).to(tl.int64)
+    c, h = index // H, index % H
+    row, valid, pairs, paired = _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, W, PLAIN, MASKED, C)
+    gain, since, until, total = _gates(strength, upto, upto_low, index, WIDE, C)
+    seen = since if DECAYED else until
+    gram = tl.zeros([C, C], tl.float32)
+    for k0 in range(0, K, BK):
+        x = _load_rows(pairs, paired, k0, K, BK, WORK)
+        gram = tl.dot(x, tl.trans(x), gram, input_precision=PRECISION)
+    inverse = _unit_lower_inverse(gram * _lower(seen, since, True, C) * gain[None, :], C, PRECISION)
+    _store_tile(solve, index, 0, 0, inverse, C, C, C, C)
+    reading = (inverse * tl.exp(seen.to(tl.float32))[None, :]).to(WORK)
+    for k0 in range(0, K, BK):
+        x = _load_rows(pairs, paired, k0, K, BK, WORK)
+        _store_tile(from_S, index, 0, k0, tl.dot(reading, x, input_precision=PRECISION), C, K, C, BK)
+    inverse = inverse.to(WORK)
+    for v0 in range(0, V, BV):
+        value = _load_rows(v + row * V, valid, v0, V, BV, WORK)
+        from_v = tl.dot(inverse, value, input_precision=PRECISION)
+        _store_tile(from_v_t, index, v0, 0, tl.trans(from_v), V, C, BV, C)
+
+
+@triton.jit
+def _scan_forward(
+    k, head, S_in, S_out, strength, upto, upto_low, from_S, residual_t, borders_t, docs, chunk_doc, rows, T, NC, n, h, v0,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Carry S^T `[BV, K]` over the chunks of document n: writes the residuals and the state before every chunk."""
+    begin, end = n * NC, (n + 1) * NC
+    if not PLAIN:
+        begin, end = tl.load(docs + 4 * n + 2), tl.load(docs + 4 * n + 6)
+    column, value = tl.arange(0, BK), v0 + tl.arange(0, BV)
+    inside = (value < V)[:, None] & (column < K)[None, :]
+    place = (n * H + h) * (K * V) + column[None, :] * V + value[:, None]
+    S = tl.load(S_in + place, mask=inside, other=0.0)
+    for c in range(begin, end):
+        index = c * H + h
+        row, valid, pairs, paired = _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, W, PLAIN, MASKED, C)
+        reading = _load_tile(from_S, index, 0, 0, C, K, C, BK)
+        r = _load_tile(residual_t, index, v0, 0, V, C, BV, C)
+        x = _load_rows(pairs, paired, 0, K, BK, WORK)
+        gain, since, _until, total = _gates(strength, upto, upto_low, index, WIDE, C)
+        leaves, keep = gain * tl.exp((total - since).to(tl.float32)), tl.exp(total.to(tl.float32))
+        if W > 1:  # what is written is already weighted
+            leaves = tl.full([C], 1.0, tl.float32)
+        narrow = S.to(WORK)
+        _store_tile(borders_t, index, v0, 0, narrow, V, K, BV, BK)
+        r = r.to(tl.float32) - tl.dot(narrow, tl.trans(reading), input_precision=PRECISION)
+        _store_tile(residual_t, index, v0, 0, r, V, C, BV, C)
+        S = tl.dot((r * leaves[None, :]).to(WORK), x, S * keep, input_precision=PRECISION)
+    tl.store(S_out + place, S, mask=inside)
+
+
+@triton.jit(do_not_specialize=FIXED)
+def scan_kernel(
+    k, head, S_in, S_out, strength, upto, upto_low, from_S, residual_t, borders_t, docs, chunk_doc, rows, T, NC,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """residual_t holds from_v_t and is overwritten with the residuals."""
+    lane = tl.program_id(1).to(tl.int64)
+    _scan_forward(
+        k, head, S_in, S_out, strength, upto, upto_low, from_S, residual_t, borders_t, docs, chunk_doc, rows, T, NC,
+        lane // H, lane % H, tl.program_id(0) * BV, H, K, V, C, BK, BV, SHIFT, W, DECAYED, AFTER, PLAIN, MASKED, WORK, WIDE, PRECISION,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=FIXED)
+def read_kernel(
+    q, k, head, strength, upto, upto_low, residual_t, borders_t, o, scale, docs, chunk_doc, rows, T, NC,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Outputs of a tile from its residuals and the state before it."""
+    index = tl.program_id(0).to(tl.int64)
+    c, h, v0 = index // H, index % H, tl.program_id(1) * BV
+    row, valid, pairs, paired = _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, W, PLAIN, MASKED, C)
+    gain, since, until, _total = _gates(strength, upto, upto_low, index, WIDE, C)
+    to = since if AFTER else until
+    scores = tl.zeros([C, C], tl.float32)
+    out = tl.zeros([C, BV], tl.float32)
+    for k0 in range(0, K, BK):
+        query = _load_rows(q + row * K, valid, k0, K, BK, WORK)
+        x = _load_rows(pairs, paired, k0, K, BK, WORK)
+        S_t = _load_tile(borders_t, index, v0, k0, V, K, BV, BK)
+        scores = tl.dot(query, tl.trans(x), scores, input_precision=PRECISION)
+        out = tl.dot(query, tl.trans(S_t), out, input_precision=PRECISION)
+    out *= tl.exp(to.to(tl.float32))[:, None]
+    scores = (scores * _lower(to, since, not AFTER, C) * gain[None, :]).to(WORK)
+    r_t = _load_tile(residual_t, index, v0, 0, V, C, BV, C)
+    out = tl.dot(scores, tl.trans(r_t), out, input_precision=PRECISION) * scale
+    column = v0 + tl.arange(0, BV)
+    pointers = o + row[:, None] * V + column[None, :]
+    tl.store(pointers, out.to(o.dtype.element_ty), mask=valid[:, None] & (column < V)[None, :])
+
+
+# --- backward ---
+
+
+@triton.jit(do_not_specialize=FIXED)
+def transposed_solve_kernel(
+    q, k, head, v, d_o, strength, upto, upto_low, solve, from_S, from_v_t, to_r, from_o_t, d_o_t, scale, docs, chunk_doc, rows, T, NC,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What both scans of the backward pass read. With the gradient dS of the state behind a chunk, the residuals' gradient is
+    dr = from_o + to_r dS, and dS_0 = e^{u_C} dS + (e^c q)^T d_o - (e^a x)^T dr."""
+    index = tl.program_id(0).to(tl.int64)
+    c, h = index // H, index % H
+    row, valid, pairs, paired = _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, W, PLAIN, MASKED, C)
+    gain, since, until, total = _gates(strength, upto, upto_low, index, WIDE, C)
+    seen = since if DECAYED else until
+    to = since if AFTER else until
+    reads, leaves = tl.exp(seen.to(tl.float32)), gain * tl.exp((total - since).to(tl.float32))
+    slot = tl.arange(0, C)
+    inverse = tl.load(solve + index * (C * C) + slot[:, None] * C + slot[None, :])
+    inverse_t = tl.load(solve + index * (C * C) + slot[None, :] * C + slot[:, None])
+    scores_t = tl.zeros([C, C], tl.float32)
+    reading, leaving = (inverse * reads[None, :]).to(WORK), (inverse_t * leaves[None, :]).to(WORK)
+    for k0 in range(0, K, BK):
+        query = _load_rows(q + row * K, valid, k0, K, BK, WORK)
+        x = _load_rows(pairs, paired, k0, K, BK, WORK)
+        scores_t = tl.dot(x, tl.trans(query), scores_t, input_precision=PRECISION)
+        _store_tile(from_S, index, 0, k0, tl.dot(reading, x, input_precision=PRECISION), C, K, C, BK)
+        _store_tile(to_r, index, 0, k0, tl.dot(leaving, x, input_precision=PRECISION), C, K, C, BK)
+    scores_t = (scores_t * _upper(to, since, not AFTER, C) * (gain * scale)[:, None]).to(WORK)
+    for v0 in range(0, V, BV):
+        value = _load_rows(v + row * V, valid, v0, V, BV, WORK)
+        from_v = tl.dot(inverse, value, input_precision=PRECISION)
+        _store_tile(from_v_t, index, v0, 0, tl.trans(from_v), V, C, BV, C)
+        d_out = _load_rows(d_o + row * V, valid, v0, V, BV, WORK)
+        d_written = tl.dot(scores_t, d_out, input_precision=PRECISION).to(WORK)
+        d_r = tl.dot(inverse_t, d_written, input_precision=PRECISION)
+        _store_tile(from_o_t, index, v0, 0, tl.trans(d_r), V, C, BV, C)
+        d_out = d_out * (tl.exp(to.to(tl.float32)) * scale)[:, None]
+        _store_tile(d_o_t, index, v0, 0, tl.trans(d_out), V, C, BV, C)
+
+
+@triton.jit
+def _scan_backward(
+    q, k, head, dS_in, dS_out, strength, upto, upto_low, to_r, d_residual_t, d_o_t, d_borders_t, docs, chunk_doc, rows, T, NC, n, h, v0,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Carry dS^T `[BV, K]` back over the chunks of document n: writes the residuals' gradients and dS behind every chunk."""
+    begin, end = n * NC, (n + 1) * NC
+    if not PLAIN:
+        begin, end = tl.load(docs + 4 * n + 2), tl.load(docs + 4 * n + 6)
+    column, value = tl.arange(0, BK), v0 + tl.arange(0, BV)
+    inside = (value < V)[:, None] & (column < K)[None, :]
+    place = (n * H + h) * (K * V) + column[None, :] * V + value[:, None]
+    dS = tl.load(dS_in + place, mask=inside, other=0.0)
+    for back in range(0, end - begin):
+        c = end - 1 - back
+        index = c * H + h
+        row, valid, pairs, paired = _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, W, PLAIN, MASKED, C)
+        leaving = _load_tile(to_r, index, 0, 0, C, K, C, BK)
+        d_r = _load_tile(d_residual_t, index, v0, 0, V, C, BV, C)
+        d_out = _load_tile(d_o_t, index, v0, 0, V, C, BV, C)
+        query = _load_rows(q + row * K, valid, 0, K, BK, WORK)
+        x = _load_rows(pairs, paired, 0, K, BK, WORK)
+        _gain, since, until, total = _gates(strength, upto, upto_low, index, WIDE, C)
+        reads, keep = tl.exp((since if DECAYED else until).to(tl.float32)), tl.exp(total.to(tl.float32))
+        if W > 1:
+            reads = tl.full([C], 1.0, tl.float32)
+        narrow = dS.to(WORK)
+        _store_tile(d_borders_t, index, v0, 0, narrow, V, K, BV, BK)
+        d_r = d_r.to(tl.float32) + tl.dot(narrow, tl.trans(leaving), input_precision=PRECISION)
+        _store_tile(d_residual_t, index, v0, 0, d_r, V, C, BV, C)
+        dS = tl.dot(d_out, query, dS * keep, input_precision=PRECISION)
+        dS = tl.dot((d_r * -reads[None, :]).to(WORK), x, dS, input_precision=PRECISION)
+    tl.store(dS_out + place, dS, mask=inside)
+
+
+@triton.jit(do_not_specialize=FIXED)
+def scans_kernel(
+    q, k, head, S_in, S_out, dS_in, dS_out, strength, upto, upto_low, from_S, residual_t, to_r, d_residual_t, d_o_t,
+    borders_t, d_borders_t, docs, chunk_doc, rows, T, NC,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Both scans of the backward pass side by side: states forward again, their gradients backward."""
+    lane = tl.program_id(1).to(tl.int64)
+    n, h, v0 = lane // H, lane % H, (tl.program_id(0) // 2) * BV
+    if tl.program_id(0) % 2 == 0:
+        _scan_forward(
+            k, head, S_in, S_out, strength, upto, upto_low, from_S, residual_t, borders_t, docs, chunk_doc, rows, T, NC,
+            n, h, v0, H, K, V, C, BK, BV, SHIFT, W, DECAYED, AFTER, PLAIN, MASKED, WORK, WIDE, PRECISION,
+        )  # fmt: skip
+    else:
+        _scan_backward(
+            q, k, head, dS_in, dS_out, strength, upto, upto_low, to_r, d_residual_t, d_o_t, d_borders_t, docs, chunk_doc, rows, T, NC,
+            n, h, v0, H, K, V, C, BK, BV, SHIFT, W, DECAYED, AFTER, PLAIN, MASKED, WORK, WIDE, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=FIXED)
+def gradient_kernel(
+    q, k, head, d_o, strength, upto, upto_low, residual_t, d_residual_t, borders_t, d_borders_t,
+    d_q, d_k, d_head, d_v, d_strength, d_log_decay, scale, docs, chunk_doc, rows, T, NC,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a tile's inputs. Transposed products are formed anew from their operands, never by transposing a result."""
+    index = tl.program_id(0).to(tl.int64)
+    c, h = index // H, index % H
+    row, valid, pairs, paired = _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, W, PLAIN, MASKED, C)
+    gain, since, until, total = _gates(strength, upto, upto_low, index, WIDE, C)
+    seen = since if DECAYED else until
+    to = since if AFTER else until
+    reads, outs = tl.exp(seen.to(tl.float32)), tl.exp(to.to(tl.float32)) * scale
+    leaves = gain * tl.exp((total - since).to(tl.float32))
+    slot = tl.arange(0, C)
+    n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
+    targets, _ok = key_pointers(d_k, d_head, rows, n, start, length, h, i * C + slot, H, K, W, SHIFT, MASKED)
+    ends = (i * C < length) & (i * C + C >= length)
+    last = d_k + (row_of(rows, start, length - 1, ends, MASKED) * H + h) * K
+
+    s1 = tl.zeros([C, C], tl.float32)
+    for v0 in range(0, V, BV):
+        d_out = _load_rows(d_o + row * V, valid, v0, V, BV, WORK)
+        r_t = _load_tile(residual_t, index, v0, 0, V, C, BV, C)
+        s1 = tl.dot(d_out, r_t, s1, input_precision=PRECISION)
+    s1 = s1 * _lower(to, since, not AFTER, C) * (gain * scale)[None, :]
+    s1_t = tl.zeros([C, C], tl.float32)
+    for v0 in range(0, V, BV):
+        d_out = _load_rows(d_o + row * V, valid, v0, V, BV, WORK)
+        r_t = _load_tile(residual_t, index, v0, 0, V, C, BV, C)
+        s1_t = tl.dot(tl.trans(r_t), tl.trans(d_out), s1_t, input_precision=PRECISION)
+    s1_t = (s1_t * _upper(to, since, not AFTER, C) * (gain * scale)[:, None]).to(WORK)
+    s2 = tl.zeros([C, C], tl.float32)
+    for v0 in range(0, V, BV):
+        r_t = _load_tile(residual_t, index, v0, 0, V, C, BV, C)
+        d_r_t = _load_tile(d_residual_t, index, v0, 0, V, C, BV, C)
+        s2 = tl.dot(tl.trans(d_r_t), r_t, s2, input_precision=PRECISION)
+        value = v0 + tl.arange(0, BV)
+        where = d_v + row[None, :] * V + value[:, None]
+        tl.store(where, d_r_t.to(d_v.dtype.element_ty), mask=valid[None, :] & (value < V)[:, None])
+    # dr = eta times the gradient of what is written, so eta's own gradient is r . dr / eta
+    d_gain = tl.sum(tl.where(slot[:, None] == slot[None, :], s2, 0.0), 1) / gain
+    tl.store(d_strength + index * C + slot, d_gain)
+    s2 = s2 * _lower(seen, since, True, C) * -gain[None, :]
+    s2_t = tl.zeros([C, C], tl.float32)
+    for v0 in range(0, V, BV):
+        r_t = _load_tile(residual_t, index, v0, 0, V, C, BV, C)
+        d_r_t = _load_tile(d_residual_t, index, v0, 0, V, C, BV, C)
+        s2_t = tl.dot(tl.trans(r_t), d_r_t, s2_t, input_precision=PRECISION)
+    s2_t = (s2_t * _upper(seen, since, True, C) * -gain[:, None]).to(WORK)
+
+    d_step = tl.zeros([C], tl.float32)
+    if WIDE:
+        # every pair (i, j) decays over the steps between its tokens: add exactly those, so that nothing has to cancel
+        read = tl.zeros([C, C], tl.float32)
+        wrote = tl.zeros([C, C], tl.float32)
+        for k0 in range(0, K, BK):
+            query = _load_rows(q + row * K, valid, k0, K, BK, WORK)
+            x = _load_rows(pairs, paired, k0, K, BK, WORK)
+            read = tl.dot(query, tl.trans(x), read, input_precision=PRECISION)
+            wrote = tl.dot(x, tl.trans(x), wrote, input_precision=PRECISION)
+        behind = slot[:, None] - slot[None, :]
+        crossed = behind <= 0 if AFTER else behind < 0
+        spans = tl.dot(tl.where(crossed, 1.0, 0.0), read * s1, input_precision=PRECISION)
+        crossed = behind <= 0 if DECAYED else behind < 0
+        spans = tl.dot(tl.where(crossed, 1.0, 0.0), wrote * s2, spans, input_precision=PRECISION)
+        d_step = tl.sum(tl.where(behind > 0, spans, 0.0), 1)
+    s1, s2 = s1.to(WORK), s2.to(WORK)
+
+    d_read = tl.zeros([C], tl.float32)
+    d_seen = tl.zeros([C], tl.float32)
+    d_since = tl.zeros([C], tl.float32)
+    d_left = tl.zeros([C], tl.float32)
+    d_kept = 0.0
+    for k0 in range(0, K, BK):
+        column = k0 + tl.arange(0, BK)
+        query = _load_rows(q + row * K, valid, k0, K, BK, WORK)
+        x = _load_rows(pairs, paired, k0, K, BK, WORK)
+        from_o = tl.zeros([C, BK], tl.float32)
+        for v0 in range(0, V, BV):
+            S_t = _load_tile(borders_t, index, v0, k0, V, K, BV, BK)
+            d_out = _load_rows(d_o + row * V, valid, v0, V, BV, WORK)
+            from_o = tl.dot(d_out, S_t, from_o, input_precision=PRECISION)
+        from_o = from_o * outs[:, None]
+        if WIDE:
+            d_read += tl.sum(query.to(tl.float32) * from_o, 1)
+        from_o = tl.dot(s1, x, from_o, input_precision=PRECISION)
+        if not WIDE:
+            d_read += tl.sum(query.to(tl.float32) * from_o, 1)
+        pointers = d_q + row[:, None] * K + column[None, :]
+        tl.store(pointers, from_o.to(d_q.dtype.element_ty), mask=valid[:, None] & (column < K)[None, :])
+        from_r = tl.zeros([C, BK], tl.float32)
+        for v0 in range(0, V, BV):
+            S_t = _load_tile(borders_t, index, v0, k0, V, K, BV, BK)
+            d_r_t = _load_tile(d_residual_t, index, v0, 0, V, C, BV, C)
+            from_r = tl.dot(tl.trans(d_r_t), S_t, from_r, input_precision=PRECISION)
+        from_r = from_r * -reads[:, None]
+        if WIDE:
+            d_seen += tl.sum(x.to(tl.float32) * from_r, 1)
+        from_r = tl.dot(s2, x, from_r, input_precision=PRECISION)
+        if not WIDE:
+            d_seen += tl.sum(x.to(tl.float32) * from_r, 1)
+        from_S = tl.zeros([C, BK], tl.float32)
+        for v0 in range(0, V, BV):
+            dS_t = _load_tile(d_borders_t, index, v0, k0, V, K, BV, BK)
+            r_t = _load_tile(residual_t, index, v0, 0, V, C, BV, C)
+            from_S = tl.dot(tl.trans(r_t), dS_t, from_S, input_precision=PRECISION)
+            d_kept += tl.sum(dS_t.to(tl.float32) * _load_tile(borders_t, index, v0, k0, V, K, BV, BK).to(tl.float32))
+        from_S = from_S * leaves[:, None]
+        d_left += tl.sum(x.to(tl.float32) * from_S, 1)
+        written = tl.dot(s1_t, query, input_precision=PRECISION)
+        written = tl.dot(s2_t, x, written, input_precision=PRECISION)
+        if not WIDE:
+            d_since += tl.sum(x.to(tl.float32) * written, 1)
+        d_x = from_r + from_S + written
+        tl.store(
+            targets[:, None] + column[None, :],
+            d_x.to(d_k.dtype.element_ty),
+            mask=valid[:, None] & (column < K)[None, :],
+        )
+        if SHIFT:  # nobody's pair key
+            tl.store(last + column, tl.zeros([BK], d_k.dtype.element_ty), mask=(column < K) & ends)
+
+    d_step += tl.cumsum(d_read - d_since, 0, reverse=True) - (0.0 if AFTER else d_read)
+    d_step += tl.cumsum(d_seen, 0, reverse=True) - (0.0 if DECAYED else d_seen)
+    d_step += tl.cumsum(d_left, 0) - d_left + d_kept * tl.exp(total.to(tl.float32))
+    tl.store(d_log_decay + index * C + slot, d_step)
+
+
+# --- launches ---
+
+
+@dataclass(frozen=True)
+class Form:
+    """What distinguishes the members of the family.
+
+    Attributes:
+        shifted: a value's pair key is the key before it.
+        decayed: the residual sees the state after this token's decay.
+        after: a read sees this token's write.
+        scale: of the read.
+        window: pairs that a token writes.
+    """
+
+    shifted: bool
+    decayed: bool = False
+    after: bool = True
+    scale: float = 1.0
+    window: int = 1
+
+
+# One configuration a kernel for operands of 16 bits, one for float32. Outside the scans dots are never narrower than 64: on an
+# H200 with Triton 3.6, gradient_kernel at width 32 with 4 warps was wrong, and at width 16 read out of bounds.
+SETTINGS: dict[str, dict[str, int]] = {
+    "solve": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
+    "scan": {"BV": 64, "num_warps": 4, "num_stages": 3},
+    "read": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
+    "transposed_solve": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
+    "scans": {"BV": 64, "num_warps": 4, "num_stages": 1},
+    "gradient": {"BK": 64, "BV": 128, "num_warps": 4, "num_stages": 1},
+    "window_gradient": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
+    "response": {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
+    "coupling": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
+    "apply": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
+    "window_read": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
+}
+SETTINGS_WIDE: dict[str, dict[str, int]] = {
+    "solve": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
+    "scan": {"BV": 16, "num_warps": 8, "num_stages": 1},
+    "read": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
+    "transposed_solve": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
+    "scans": {"BV": 16, "num_warps": 8, "num_stages": 1},
+    "gradient": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
+    "window_gradient": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
+    "response": {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
+    "coupling": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
+    "apply": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
+    "window_read": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
+}
+
+
+def work_dtype(x: Tensor) -> torch.dtype:
+    """bf16 inputs are multiplied as bf16; float16 ones as tf32, whose range holds every step size."""
+    return torch.bfloat16 if x.dtype == torch.bfloat16 and not INTERPRETING else torch.float32
+
+
+def _settings(name: str, q: Tensor, v: Tensor, ranks: Ranks, form: Form) -> dict[str, Any]:
+    K, V = q.shape[3], v.shape[3]
+    own = dict((SETTINGS if q.dtype == torch.bfloat16 else SETTINGS_WIDE)[name])
+    own["BV"] = min(own["BV"], max(64, block(V)))
+    own["BK"] = min(own["BK"], max(64, block(K))) if "BK" in own else max(64, block(K))
+    if name in ("scan", "scans") and q.dtype == torch.bfloat16:
+        few = ranks.documents * q.shape[2] * triton.cdiv(V, own["BV"]) < 64  # states: cut them finer
+        if few or K > 128:
+            own |= {"BV": 32, "num_stages": 3 if name == "scan" and K <= 128 else 2}
+    if name == "gradient" and own["BV"] == 64:
+        own["num_warps"] = 8
+    flags = {"SHIFT": int(form.shifted), "DECAYED": form.decayed, "AFTER": form.after, "W": form.window}
+    flags |= {"WORK": tl.bfloat16 if work_dtype(q) == torch.bfloat16 else tl.float32, "WIDE": q.dtype == torch.float32}
+    return {
+        **tables(ranks),
+        **flags,
+        **own,
+        "H": q.shape[2],
+        "K": K,
+        "V": V,
+        "PRECISION": "ieee" if INTERPRETING else "tf32x3" if q.dtype == torch.float32 else "tf32",
+    }
+
+
+def delta_forward(
+    q: Tensor,
+    k: Tensor,
+    head: Tensor,
+    v: Tensor,
+    strength: Tensor,
+    upto: Tensor,
+    upto_low: Tensor,
+    S: Tensor,
+    ranks: Ranks,
+    form: Form,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, new state, and the inverse of every chunk's system `[M * H, C, C]`, which the backward pass takes.
+
+    Args:
+        q, k: `[B, T, H, K]`. head: pair key of each document's first token `[N, H, 1, K]` (read when pairs are shifted).
+        v: `[B, T, H, V]`. strength, upto, upto_low: eta and the two halves of the log-decay's prefix, `[M, H, C]`.
+        S: `[N, H, K, V]`. Everything is contiguous.
+    """
+    heads, M = q.shape[2], ranks.chunks * q.shape[2]
+    (K, V), C, work = (q.shape[3], v.shape[3]), CHUNK, work_dtype(q)
+    solve, from_S, residual_t, borders_t = (
+        q.new_empty(M, *size, dtype=work) for size in ((C, C), (C, K), (V, C), (V, K))
+    )
+    o, S_out = (torch.empty_like if ranks.rows is None else torch.zeros_like)(v), torch.empty_like(S)
+    gates = (strength, upto, upto_low)
+    with on_device(q):
+        settings = _settings("solve", q, v, ranks, form)
+        solve_kernel[(M,)](k, head, v, *gates, solve=solve, from_S=from_S, from_v_t=residual_t, **settings)
+        settings = _settings("scan", q, v, ranks, form)
+        scan_kernel[(triton.cdiv(V, settings["BV"]), ranks.documents * heads)](
+            k, head, S, S_out, *gates, from_S=from_S, residual_t=residual_t, borders_t=borders_t, **settings
+        )
+        settings = _settings("read", q, v, ranks, form)
+        read_kernel[(M, triton.cdiv(V, settings["BV"]))](
+            q, k, head, *gates, residual_t=residual_t, borders_t=borders_t, o=o, scale=form.scale, **settings
+        )
+    return o, S_out, solve
+
+
+def delta_backward(
+    q: Tensor,
+    k: Tensor,
+    head: Tensor,
+    v: Tensor,
+    strength: Tensor,
+    upto: Tensor,
+    upto_low: Tensor,
+    S: Tensor,
+    solve: Tensor,
+    d_o: Tensor,
+    d_S_out: Tensor,
+    ranks: Ranks,
+    form: Form,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, head, v, strength, the log-decay of every token (`[M, H, C]`), and S."""
+    heads, M = q.shape[2], ranks.chunks * q.shape[2]
+    (K, V), C, work = (q.shape[3], v.shape[3]), CHUNK, work_dtype(q)
+    from_S, to_r, residual_t, d_residual_t, d_o_t, borders_t, d_borders_t = (
+        q.new_empty(M, *size, dtype=work) for size in ((C, K), (C, K), (V, C), (V, C), (V, C), (V, K), (V, K))
+    )
+    make = torch.empty_like if ranks.rows is None else torch.zeros_like
+    d_q, d_k, d_v, d_head = make(q), make(k), make(v), torch.zeros_like(head)
+    d_strength, d_log_decay = torch.empty_like(strength), torch.empty_like(upto)
+    S_again, d_S = torch.empty_like(S), torch.empty_like(S)
+    gates = (strength, upto, upto_low)
+    with on_device(q):
+        settings = _settings("transposed_solve", q, v, ranks, form)
+        transposed_solve_kernel[(M,)](
+            q, k, head, v, d_o, *gates, solve=solve, from_S=from_S, from_v_t=residual_t, to_r=to_r,
+            from_o_t=d_residual_t, d_o_t=d_o_t, scale=form.scale, **settings,
+        )  # fmt: skip
+        settings = _settings("scans", q, v, ranks, form)
+        scans_kernel[(2 * triton.cdiv(V, settings["BV"]), ranks.documents * heads)](
+            q, k, head, S, S_again, d_S_out, d_S, *gates, from_S=from_S, residual_t=residual_t, to_r=to_r,
+            d_residual_t=d_residual_t, d_o_t=d_o_t, borders_t=borders_t, d_borders_t=d_borders_t, **settings,
+        )  # fmt: skip
+        settings = _settings("gradient", q, v, ranks, form)
+        gradient_kernel[(M,)](
+            q, k, head, d_o, *gates, residual_t=residual_t, d_residual_t=d_residual_t, borders_t=borders_t,
+            d_borders_t=d_borders_t, d_q=d_q, d_k=d_k, d_head=d_head, d_v=d_v, d_strength=d_strength,
+            d_log_decay=d_log_decay, scale=form.scale, **settings,
+        )  # fmt: skip
+    return d_q, d_k, d_head, d_v, d_strength, d_log_decay, d_S

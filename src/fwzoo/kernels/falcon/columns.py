@@ -1,0 +1,564 @@
+"""Triton kernels of falcon2a: linear attention with one step and one decay for every value column.
+
+Within a chunk, with log-decay prefix u_tv of column v and b_jv = eta_jv v_jv,
+
+    o_tv = exp(u_tv) (S_0^T q_t)_v + sum_{j <= t} (q_t . x_j) exp(u_tv - u_jv) b_jv
+
+by halving: on every level the right half (2^level rows) of a block reads the left half, both rescaled to the border between them by factors
+F <= 1, so the work is one matrix product F * ((q x^T, masked) @ (F * b)) a level and no [C, C, V] tensor exists. Segments,
+states and the two directions are those of `associative.py`. A program holds a block of value columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..associative import CUTS, FIXED, _segment, cut, scan
+from ..gpu import block, dot, key_pointers, of_chunk, on_device, read, row_of, value_pointers
+from ..ranks import CHUNK, Ranks
+from .rules import Options
+
+CUTS.update(
+    {
+        "column states": ((8192, 4, 2), (4096, 4, 1)),
+        "column values": ((8192, 4, 1), (4096, 4, 1)),
+        "column scores": ((8192, 8, 1), (2048, 4, 1)),
+        "column keys": ((8192, 8, 2), (4096, 4, 1)),
+    }
+)
+
+
+@triton.jit
+def _gains(beta, row, token, dv, V: tl.constexpr):
+    """Gain of every token and column, `[C, BV]`."""
+    return read(beta + row[:, None] * V + dv[None, :], token[:, None] & (dv < V)[None, :]).to(tl.float32)
+
+
+@triton.jit
+def _unclamped(gain, upto, upto_low, at, DIVIDE: tl.constexpr, C: tl.constexpr):
+    """Decay of every token and column before it is held above the floor."""
+    e = tl.arange(0, C)
+    pull = tl.load(upto_low + at + e)[:, None]
+    if DIVIDE:
+        raw = tl.load(upto + at + e)[:, None] + (1.0 - gain) * pull
+    else:
+        raw = 1.0 - gain * pull
+    return raw
+
+
+@triton.jit
+def _decay_over(chosen, log_decay):
+    """exp of the sums of log-decays `[C, BV]` over chosen rows `[C, C]`: sums, never differences of sums."""
+    return tl.exp(tl.minimum(dot(tl.where(chosen, 1.0, 0.0).to(log_decay.dtype), log_decay), 0.0))
+
+
+@triton.jit
+def _between(row, other, level, AFTER: tl.constexpr):
+    """Whether the decay of row `other` lies between row `row` and the border of its block.
+
+    A right row reads what has decayed after the border up to itself (or to the row before), a left row is decayed after itself
+    up to the border, the last row of its half.
+    """
+    half = row >> level
+    return (half == other >> level) & tl.where(half & 1 == 1, row - other >= 1 - AFTER, other > row)
+
+
+@triton.jit
+def _crosses(later, earlier, level):
+    """Whether row `later` is in the right half and row `earlier` in the left half of one block."""
+    return (later > earlier) & ((later ^ earlier) >> level == 1)
+
+
+@triton.jit(do_not_specialize=FIXED)
+def _column_states(
+    left,
+    head_x,
+    right,
+    head_v,
+    beta,
+    first,
+    strength,
+    upto,
+    upto_low,
+    state,
+    total,
+    docs,
+    segment_doc,
+    rows,
+    decay_floor,
+    T,
+    NC,
+    NS,
+    SEG,
+    H,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    SHIFT: tl.constexpr,
+    AFTER: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    BACK: tl.constexpr,
+    PLAIN: tl.constexpr,
+    MASKED: tl.constexpr,
+    C: tl.constexpr,
+):
+    """What the pairs of a segment (BACK: its queries and output gradients) add to the state at its end (BACK: start)."""
+    q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    n, start, length, chunk, begin, end = _segment(q, docs, segment_doc, T, NC, NS, SEG, PLAIN, C)
+    e, dk = tl.arange(0, C), tl.arange(0, BK)
+    dv = tl.program_id(1) * BV + tl.arange(0, BV)
+    S = tl.zeros([BK, BV], tl.float32)
+    sum_u = tl.zeros([BV], tl.float32)
+    missing = tl.load(first + n)
+    for step in range(begin, end):
+        i = step
+        if BACK:
+            i = begin + end - 1 - step
+        r = i * C + e
+        at = ((chunk + i) * H + h) * C
+        token = r < length
+        row = row_of(rows, start, r, token, MASKED) * H + h
+        gain = _gains(beta, row, token, dv, V)
+        eta = gain * tl.load(strength + at + e)[:, None]
+        log_decay = tl.log(tl.maximum(_unclamped(gain, upto, upto_low, at, DIVIDE, C), decay_floor))
+        u_end = tl.sum(log_decay, 0)
+        if BACK:
+            lp, rp, lok, rok = left + row * K, right + row * V, token, token
+        else:
+            lp, lok = key_pointers(left, head_x, rows, n, start, length, h, r, H, K, 1, SHIFT, MASKED)
+            rp, rok = value_pointers(right, head_v, rows, n, start, length, missing, h, r, H, V, 1, SHIFT, MASKED)
+        x = read(lp[:, None] + dk[None, :], lok[:, None] & (dk < K)[None, :])
+        y = read(rp[:, None] + dv[None, :], rok[:, None] & (dv < V)[None, :])
+        if BACK:
+            w = _decay_over(e[:, None] - e[None, :] >= 1 - AFTER, log_decay.to(x.dtype))
+        else:
+            w = eta * _decay_over(e[None, :] > e[:, None], log_decay.to(x.dtype))
+        S = S * tl.exp(u_end)[None, :] + dot(tl.trans(x), (y.to(tl.float32) * w).to(x.dtype))
+        sum_u += u_end
+    own = state + ((q * H + h) * K + dk)[:, None] * V + dv[None, :]
+    tl.store(own, S, mask=(dk < K)[:, None] & (dv < V)[None, :])
+    tl.store(total + (q * H + h) * V + dv, sum_u, mask=dv < V)
+
+
+@triton.jit(do_not_specialize=[*FIXED, "NIL"])
+def _column_values(
+    query,
+    k,
+    head_x,
+    v,
+    head_v,
+    beta,
+    d_o,
+    o,
+    first,
+    strength,
+    upto,
+    upto_low,
+    state,
+    before,
+    product,
+    out,
+    head_out,
+    d_beta,
+    d_strength,
+    d_decay,
+    docs,
+    segment_doc,
+    rows,
+    decay_floor,
+    T,
+    NC,
+    NS,
+    SEG,
+    M,
+    NIL,
+    H,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    LEVELS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    AFTER: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    BACK: tl.constexpr,
+    LOW: tl.constexpr,
+    PLAIN: tl.constexpr,
+    MASKED: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Outputs of a segment from the state before it. BACK, from its end: gradients of values and gains.
+
+    BACK: `state` is the gradient after the segment; `before` the state before it (a segment is one chunk where LOW needs it);
+    `product` the sum over rows of state times gradient at its end. NIL is 0, unknown to the compiler.
+    """
+    q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    n, start, length, chunk, begin, end = _segment(q, docs, segment_doc, T, NC, NS, SEG, PLAIN, C)
+    part = tl.program_id(1).to(tl.int64)
+    e, dk = tl.arange(0, C), tl.arange(0, BK)
+    dv = tl.program_id(1) * BV + tl.arange(0, BV)
+    in_k, in_v = (dk < K)[None, :], (dv < V)[None, :]
+    own = ((q * H + h) * K + dk)[:, None] * V + dv[None, :]
+    S = tl.load(state + own, mask=(dk < K)[:, None] & in_v, other=0.0)
+    crossing = tl.zeros([BV], tl.float32)
+    if BACK and not LOW:
+        crossing = tl.load(product + (q * H + h) * V + dv, mask=dv < V, other=0.0)
+    missing = tl.load(first + n)
+    for step in range(begin, end):
+        i = step
+        if BACK:
+            i = begin + end - 1 - step
+        r = i * C + e
+        at = ((chunk + i) * H + h) * C
+        token = r < length
+        row = row_of(rows, start, r, token, MASKED) * H + h
+        gain = _gains(beta, row, token, dv, V)
+        eta = gain * tl.load(strength + at + e)[:, None]
+        log_decay = tl.log(tl.maximum(_unclamped(gain, upto, upto_low, at, DIVIDE, C), decay_floor))
+        u_end = tl.sum(log_decay, 0)
+        xp, xok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, 1, SHIFT, MASKED)
+        vp, vok = value_pointers(v, head_v, rows, n, start, length, missing, h, r, H, V, 1, SHIFT, MASKED)
+        a = read(query + row[:, None] * K + dk[None, :], token[:, None] & in_k)
+        x = read(xp[:, None] + dk[None, :], xok[:, None] & in_k)
+        log_decay = log_decay.to(a.dtype)
+        kept = tl.exp(u_end)[None, :]
+        from_start = _decay_over(e[:, None] - e[None, :] >= 1 - AFTER, log_decay)
+        to_end = _decay_over(e[None, :] > e[:, None], log_decay)
+        if BACK:
+            given = read(d_o + row[:, None] * V + dv[None, :], token[:, None] & in_v)
+            scores = dot(x, tl.trans(a))  # [j, t]
+            found = dot(x, S.to(x.dtype)) * to_end
+            if LOW:
+                # log-decay s lies between what is written before s and read from s on: add exactly those pairs
+                y = read(vp[:, None] + dv[None, :], vok[:, None] & in_v)
+                S_before = tl.load(before + own, mask=(dk < K)[:, None] & in_v, other=0.0)
+                reads = dot(a, S_before) * from_start * given
+                d_log_decay = tl.cumsum(reads, 0, reverse=True)
+                if not AFTER:
+                    d_log_decay -= reads
+                d_log_decay += tl.cumsum(found * y * eta, 0) - found * y * eta
+                d_log_decay += tl.sum(S_before * S, 0)[None, :] * kept
+                forward_scores = dot(a, tl.trans(x))
+            S = S * kept + dot(tl.trans(a), (given.to(tl.float32) * from_start).to(a.dtype))
+        else:
+            b = read(vp[:, None] + dv[None, :], vok[:, None] & in_v).to(tl.float32) * eta
+            scores = dot(a, tl.trans(x))  # [t, j]
+            found = dot(a, S.to(a.dtype)) * from_start
+            S = S * kept + dot(tl.trans(x), (b * to_end).to(a.dtype))
+            given = b.to(a.dtype)
+        if AFTER:
+            found += tl.sum(tl.where(e[:, None] == e[None, :], scores, 0.0), 1)[:, None] * given
+        scores = scores.to(a.dtype)
+        for level in range(LEVELS):
+            F = _decay_over(_between(e[:, None], e[None, :], level, AFTER), log_decay)
+            if BACK:
+                crossed = tl.where(_crosses(e[None, :], e[:, None], level), scores, 0.0)
+            else:
+                crossed = tl.where(_crosses(e[:, None], e[None, :], level), scores, 0.0)
+            more = F * dot(crossed.to(a.dtype), F * given)
+            found += more
+            if BACK and LOW:
+                crossed = tl.where(_crosses(e[:, None], e[None, :], level), forward_scores, 0.0)
+                pairs = more * y * eta + F * dot(crossed, F * y * eta) * given
+                between = _between(e[None, :], e[:, None], level, AFTER)
+                d_log_decay += dot(tl.where(between, 1.0, 0.0), pairs)
+        if BACK:
+            # loaded again: nothing of it is held in registers over the levels
+            gain = _gains(beta + NIL * i, row, token, dv, V)
+            inverse = tl.load(strength + at + e)[:, None]
+            raw = _unclamped(gain, upto, upto_low, at, DIVIDE, C)
+            eta = gain * inverse
+            y = read(vp[:, None] + (dv + NIL * i)[None, :], vok[:, None] & in_v).to(tl.float32)
+            op, ok = value_pointers(out, head_out, rows, n, start, length, missing, h, r, H, V, 1, SHIFT, MASKED)
+            tl.store(op[:, None] + dv[None, :], found * eta, mask=ok[:, None] & in_v)
+            if not LOW:
+                answer = read(o + row[:, None] * V + dv[None, :], token[:, None] & in_v).to(tl.float32) * given
+                rest = answer - found * y * eta
+                d_log_decay = tl.cumsum(rest, 0, reverse=True) + crossing[None, :]
+                if not AFTER:
+                    d_log_decay -= answer
+                crossing += tl.sum(rest, 0)
+            d_eta = found * y
+            d_gamma = tl.where(raw >= decay_floor, d_log_decay / tl.maximum(raw, decay_floor), 0.0)
+            d_gain = d_eta * inverse - d_gamma * tl.load(upto_low + at + e)[:, None]
+            tl.store(d_beta + row[:, None] * V + dv[None, :], d_gain, mask=token[:, None] & in_v)
+            tl.store(d_strength + part * M * H * C + at + e, tl.sum(gain * d_eta, 1))
+            tl.store(d_decay + part * M * H * C + at + e, tl.sum(gain * d_gamma, 1))
+        else:
+            tl.store(out + row[:, None] * V + dv[None, :], found, mask=token[:, None] & in_v)
+
+
+@triton.jit(do_not_specialize=["T", "NC"])
+def _column_scores(
+    v,
+    head_v,
+    beta,
+    d_o,
+    first,
+    strength,
+    upto,
+    upto_low,
+    scores,
+    docs,
+    chunk_doc,
+    rows,
+    decay_floor,
+    T,
+    NC,
+    H,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    LEVELS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    AFTER: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    PLAIN: tl.constexpr,
+    MASKED: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Gradient of q_t . x_j within every chunk, `[M, H, C, C]`: sum over columns of d_o_t exp(u_t - u_j) b_j."""
+    c, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
+    e = tl.arange(0, C)
+    r = i * C + e
+    at = (c * H + h) * C
+    token = r < length
+    row = row_of(rows, start, r, token, MASKED) * H + h
+    vp, vok = value_pointers(v, head_v, rows, n, start, length, tl.load(first + n), h, r, H, V, 1, SHIFT, MASKED)
+    inverse = tl.load(strength + at + e)[:, None]
+    found = tl.zeros([C, C], tl.float32)
+    for begin in range(0, V, BV):
+        dv = begin + tl.arange(0, BV)
+        in_v = (dv < V)[None, :]
+        gain = _gains(beta, row, token, dv, V)
+        y = read(vp[:, None] + dv[None, :], vok[:, None] & in_v)
+        g = read(d_o + row[:, None] * V + dv[None, :], token[:, None] & in_v)
+        b = (y.to(tl.float32) * gain * inverse).to(y.dtype)
+        log_decay = tl.log(tl.maximum(_unclamped(gain, upto, upto_low, at, DIVIDE, C), decay_floor)).to(y.dtype)
+        if AFTER:
+            same = tl.sum(g.to(tl.float32) * b.to(tl.float32), 1)
+            found += tl.where(e[:, None] == e[None, :], same[:, None], 0.0)
+        for level in range(LEVELS):
+            F = _decay_over(_between(e[:, None], e[None, :], level, AFTER), log_decay)
+            more = dot((F * g).to(y.dtype), tl.trans((F * b).to(y.dtype)))
+            found += tl.where(_crosses(e[:, None], e[None, :], level), more, 0.0)
+    tl.store(scores + (at + e)[:, None] * C + e[None, :], found)
+
+
+@triton.jit(do_not_specialize=FIXED)
+def _column_keys(
+    query,
+    k,
+    head_x,
+    v,
+    head_v,
+    beta,
+    d_o,
+    first,
+    strength,
+    upto,
+    upto_low,
+    scores,
+    state,
+    out,
+    head_out,
+    docs,
+    segment_doc,
+    rows,
+    decay_floor,
+    T,
+    NC,
+    NS,
+    SEG,
+    H,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    SHIFT: tl.constexpr,
+    AFTER: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    BACK: tl.constexpr,
+    PLAIN: tl.constexpr,
+    MASKED: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Gradient of the queries from the states before segments. BACK: of the keys, from the gradients of the states after them.
+
+    A program holds a block of key columns, and the state transposed, `[BV, BK]`. scores: of `_column_scores`.
+    """
+    q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    n, start, length, chunk, begin, end = _segment(q, docs, segment_doc, T, NC, NS, SEG, PLAIN, C)
+    e, dv = tl.arange(0, C), tl.arange(0, BV)
+    dk = tl.program_id(1) * BK + tl.arange(0, BK)
+    in_k, in_v = (dk < K)[None, :], (dv < V)[None, :]
+    own = (q * H + h) * K * V + dv[:, None] + dk[None, :] * V
+    S = tl.load(state + own, mask=(dv < V)[:, None] & in_k, other=0.0)
+    missing = tl.load(first + n)
+    for step in range(begin, end):
+        i = step
+        if BACK:
+            i = begin + end - 1 - step
+        r = i * C + e
+        at = ((chunk + i) * H + h) * C
+        token = r < length
+        row = row_of(rows, start, r, token, MASKED) * H + h
+        gain = _gains(beta, row, token, dv, V)
+        eta = gain * tl.load(strength + at + e)[:, None]
+        log_decay = tl.log(tl.maximum(_unclamped(gain, upto, upto_low, at, DIVIDE, C), decay_floor))
+        kept = tl.exp(tl.sum(log_decay, 0))[:, None]
+        xp, xok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, 1, SHIFT, MASKED)
+        vp, vok = value_pointers(v, head_v, rows, n, start, length, missing, h, r, H, V, 1, SHIFT, MASKED)
+        y = read(vp[:, None] + dv[None, :], vok[:, None] & in_v)
+        g = read(d_o + row[:, None] * V + dv[None, :], token[:, None] & in_v)
+        log_decay = log_decay.to(y.dtype)
+        g_start = (g * _decay_over(e[:, None] - e[None, :] >= 1 - AFTER, log_decay)).to(y.dtype)
+        b_end = (y.to(tl.float32) * eta * _decay_over(e[None, :] > e[:, None], log_decay)).to(y.dtype)
+        if BACK:
+            z = read(query + row[:, None] * K + dk[None, :], token[:, None] & in_k)
+            weight = read(scores + at * C + e[:, None] + e[None, :] * C, e[:, None] >= 0)
+            found = dot(b_end, S.to(y.dtype)) + dot(weight, z)
+            S = S * kept + dot(tl.trans(g_start), z)
+            op, ok = key_pointers(out, head_out, rows, n, start, length, h, r, H, K, 1, SHIFT, MASKED)
+        else:
+            z = read(xp[:, None] + dk[None, :], xok[:, None] & in_k)
+            weight = read(scores + at * C + e[:, None] * C + e[None, :], e[:, None] >= 0)
+            found = dot(g_start, S.to(y.dtype)) + dot(weight, z)
+            S = S * kept + dot(tl.trans(b_end), z)
+            op, ok = out + row * K, token
+        tl.store(op[:, None] + dk[None, :], found, mask=ok[:, None] & in_k)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """One call of falcon2a: inputs `[B, T, H, .]` (contiguous), gates of `prepass.gates`, tables and options."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    head_x: Tensor
+    head_v: Tensor
+    first: Tensor
+    found: Tensor
+    ranks: Ranks
+    options: Options
+
+    @property
+    def _wide(self) -> bool:
+        return self.q.dtype == torch.float32
+
+    def _common(self) -> dict[str, Any]:
+        ranks, options = self.ranks, self.options
+        return {
+            "first": self.first,
+            "strength": self.found[0],
+            "upto": self.found[1],
+            "upto_low": self.found[2],
+            "beta": self.beta,
+            "decay_floor": options.decay_floor,
+            "docs": ranks.docs,
+            "segment_doc": ranks.segment_doc,
+            "rows": ranks.rows,
+            "T": ranks.tokens,
+            "NC": ranks.chunks // ranks.documents,
+            "NS": ranks.segments // ranks.documents,
+            "SEG": ranks.segment,
+            "H": self.q.shape[2],
+            "K": self.k.shape[3],
+            "V": self.v.shape[3],
+            "BK": block(self.k.shape[3]),
+            "SHIFT": int(options.shifted),
+            "AFTER": int(options.read_after_write),
+            "DIVIDE": options.step == "beta",
+            "PLAIN": ranks.docs is None,
+            "MASKED": ranks.rows is not None,
+            "C": CHUNK,
+        }
+
+    def _cut(self, kind: str) -> tuple[tuple[int, int], dict[str, int]]:
+        """Grid and launch options."""
+        columns, launch = cut(kind, self.k.shape[3], self.v.shape[3], self.k)
+        grid = (self.ranks.segments * self.q.shape[2], triton.cdiv(self.v.shape[3], columns))
+        return grid, {"BV": columns, **launch}
+
+    def _states(self, left: Tensor, right: Tensor, back: bool) -> tuple[Tensor, Tensor]:
+        segments, heads = self.ranks.segments, self.q.shape[2]
+        state = self.q.new_empty(segments, heads, self.k.shape[3], self.v.shape[3], dtype=torch.float32)
+        total = self.q.new_empty(segments, heads, self.v.shape[3], dtype=torch.float32)
+        grid, launch = self._cut("column states")
+        _column_states[grid](
+            left=left, head_x=self.head_x, right=right, head_v=self.head_v, state=state, total=total, BACK=back,
+            **self._common(), **launch,
+        )  # fmt: skip
+        return state, total
+
+    def _values(self, state: Tensor, back: bool, **tensors: Tensor | None) -> None:
+        names = ("d_o", "o", "before", "product", "out", "head_out", "d_beta", "d_strength", "d_decay")
+        grid, launch = self._cut("column values")
+        _column_values[grid](
+            query=self.q, k=self.k, head_x=self.head_x, v=self.v, head_v=self.head_v, state=state, BACK=back,
+            LOW=self._wide, M=self.ranks.chunks, NIL=0, LEVELS=(CHUNK - 1).bit_length(), **{name: tensors.get(name) for name in names},
+            **self._common(), **launch,
+        )  # fmt: skip
+
+    def _keys(self, d_o: Tensor, scores: Tensor, state: Tensor, out: Tensor, head_out: Tensor, back: bool) -> None:
+        k_size, v_size = self.k.shape[3], self.v.shape[3]
+        columns, launch = cut("column keys", v_size, k_size, self.k)
+        _column_keys[(self.ranks.segments * self.q.shape[2], triton.cdiv(k_size, columns))](
+            query=self.q, k=self.k, head_x=self.head_x, v=self.v, head_v=self.head_v, d_o=d_o, scores=scores, state=state,
+            out=out, head_out=head_out, BACK=back, **{**self._common(), "BK": columns, "BV": block(v_size)}, **launch,
+        )  # fmt: skip
+
+    def _scores(self, d_o: Tensor) -> Tensor:
+        """`[M, H, C, C]` of `_column_scores`."""
+        heads, v_size = self.q.shape[2], self.v.shape[3]
+        scores = self.q.new_empty(self.ranks.chunks, heads, CHUNK, CHUNK)
+        columns, launch = cut("column scores", CHUNK, v_size, self.k)
+        common = {name: x for name, x in self._common().items() if name not in ("segment_doc", "NS", "SEG", "K", "BK")}
+        _column_scores[(self.ranks.chunks * heads,)](
+            v=self.v, head_v=self.head_v, d_o=d_o, scores=scores, chunk_doc=self.ranks.chunk_doc, BV=columns,
+            LEVELS=(CHUNK - 1).bit_length(), **common, **launch,
+        )  # fmt: skip
+        return scores
+
+    def forward(self, S: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Output, state after the last token, states before the segments and the segments' log-decay."""
+        o = torch.empty_like(self.v) if self.ranks.rows is None else torch.zeros_like(self.v)
+        with on_device(self.q):
+            states, total = self._states(self.k, self.v, False)
+            S, _ = scan(states, total, S, self.ranks)
+            self._values(states, False, out=o)
+        return o, S, states, total
+
+    def backward(
+        self, d_o: Tensor, o: Tensor, d_S: Tensor, S_end: Tensor, states: Tensor, total: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Gradients of q, k, v, beta, head_x, head_v, S, and beta times those of eta and gamma summed over columns."""
+        ranks, d_o = self.ranks, d_o.contiguous()
+        make = torch.empty_like if ranks.rows is None else torch.zeros_like
+        d_q, d_beta = make(self.q), make(self.beta)
+        d_k, d_v = (make(x) if ranks.docs is None else torch.zeros_like(x) for x in (self.k, self.v))
+        if self.options.shifted and ranks.docs is None:  # the last key belongs to no pair
+            d_k[:, -1] = 0
+        d_head_x, d_head_v = torch.zeros_like(self.head_x), torch.zeros_like(self.head_v)
+        parts = self._cut("column values")[0][1]
+        sums = self.q.new_empty(2, parts, ranks.chunks, self.q.shape[2], CHUNK, dtype=torch.float32)
+        with on_device(self.q):
+            d_states, _ = self._states(self.q, d_o, True)
+            d_S, product = scan(d_states, total, d_S, ranks, states, S_end)
+            scores = self._scores(d_o)
+            self._keys(d_o, scores, states, d_q, d_head_x, False)
+            self._keys(d_o, scores, d_states, d_k, d_head_x, True)
+            self._values(
+                d_states, True, d_o=d_o, o=o, before=states, product=product.sum(2), out=d_v, head_out=d_head_v,
+                d_beta=d_beta, d_strength=sums[0], d_decay=sums[1],
+            )  # fmt: skip
+        return d_q, d_k, d_v, d_beta, d_head_x, d_head_v, d_S, *sums.sum(1)

@@ -1,0 +1,147 @@
+"""falcon1 on a GPU: its gates in one pass, then the kernels of `kernels/delta.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..delta import Form, delta_backward, delta_forward, work_dtype
+from ..gpu import custom
+from ..ranks import CHUNK, Ranks
+from .prepass import Gates, gates, gates_backward, pack, unpack
+from .rules import Options
+from .windows import window_backward, window_forward
+
+
+def regression(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    ridge: Tensor,
+    head_x: Tensor,
+    head_v: Tensor,
+    S: Tensor,
+    first: Tensor,
+    count: Tensor,
+    ranks: Ranks,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """falcon1."""
+    o, S, *_ = _regression(q, k, v, beta, ridge, head_x, head_v, S.contiguous(), first, count, *pack(ranks, options))
+    return o, S
+
+
+def _form(options: Options) -> Form:
+    return Form(shifted=options.shifted, after=options.read_after_write, window=options.window)
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    ridge: Tensor,
+    head_x: Tensor,
+    head_v: Tensor,
+    S: Tensor,
+    first: Tensor,
+    count: Tensor,
+    docs: Tensor | None,
+    chunk_doc: Tensor | None,
+    segment_doc: Tensor | None,
+    rows: Tensor | None,
+    sizes: list[int],
+    rule: str,
+    flags: list[int],
+    numbers: list[float],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
+    found, vector = gates(k, head_x, beta, ridge, first, count, ranks, options)
+    strength, upto, upto_low, _energy = found
+    if options.window > 1:
+        o, S, solve = window_forward(q, k, head_x, v, head_v, first, strength, upto, upto_low, S, ranks, _form(options))
+    else:
+        o, S, solve = delta_forward(q, k, head_x, v, strength, upto, upto_low, S, ranks, _form(options))
+    return o, S, solve, found, vector
+
+
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    S, (ranks, options) = others[4], unpack(*others[7:])
+    tiles, wide = ranks.chunks * q.shape[2], {"dtype": torch.float32}
+    windows = ranks.batch * ranks.tokens if options.window > 1 and options.needs_energy else 0
+    return (
+        torch.empty_like(v),
+        torch.empty_like(S),
+        q.new_empty(tiles, *((4,) if options.window > 1 else ()), CHUNK, CHUNK, dtype=work_dtype(q)),
+        q.new_empty(4, ranks.chunks, q.shape[2], CHUNK, **wide),
+        q.new_empty(windows, q.shape[2], options.window, **wide) if windows else q.new_empty(0, **wide),
+    )
+
+
+def _backward(
+    d_o: Tensor,
+    d_S_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    ridge: Tensor,
+    head_x: Tensor,
+    head_v: Tensor,
+    S: Tensor,
+    first: Tensor,
+    count: Tensor,
+    docs: Tensor | None,
+    chunk_doc: Tensor | None,
+    segment_doc: Tensor | None,
+    rows: Tensor | None,
+    sizes: list[int],
+    rule: str,
+    flags: list[int],
+    numbers: list[float],
+    o: Tensor,
+    S_out: Tensor,
+    solve: Tensor,
+    found: Tensor,
+    vector: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
+    d_o, d_S_out = d_o.contiguous(), d_S_out.contiguous()
+    strength, upto, upto_low, _energy = found
+    if options.window > 1:
+        d_q, d_k, d_head_x, d_v, d_head_v, d_strength, d_log_decay, d_S = window_backward(
+            q, k, head_x, v, head_v, first, strength, upto, upto_low, S, solve, d_o, d_S_out, ranks, _form(options)
+        )
+    else:
+        d_q, d_k, d_head_x, d_v, d_strength, d_log_decay, d_S = delta_backward(
+            q, k, head_x, v, strength, upto, upto_low, S, solve, d_o, d_S_out, ranks, _form(options)
+        )
+        d_head_v = torch.zeros_like(head_v)
+    d_beta, d_ridge = gates_backward(
+        k,
+        head_x,
+        beta,
+        ridge,
+        first,
+        count,
+        Gates(found, vector),
+        d_strength,
+        d_log_decay,
+        d_k,
+        d_head_x,
+        ranks,
+        options,
+    )
+    return d_q, d_k, d_v, d_beta, d_ridge, d_head_x, d_head_v, d_S
+
+
+def _fake_backward(d_o: Tensor, d_S_out: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x) for x in arguments[:8])
+
+
+_regression = custom(
+    "falcon_delta", _forward, _backward, _fake_forward, _fake_backward, outputs=2, inputs=range(8), module=__name__
+)

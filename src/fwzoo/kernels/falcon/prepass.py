@@ -1,0 +1,527 @@
+"""Falcon's gates on a GPU: energy, step, decay and its prefix of every token in one pass over the keys, and their gradients.
+
+Results lie in chunks, float32 `[M, H, C]`. Kernels that differentiate them hand back gradients in the same layout.
+Slots, chunks, heads of a document: see `ranks.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..gpu import block, key_pointers, of_chunk, on_device, read, row_of, tables
+from ..ranks import CHUNK, Ranks, ranks_of
+from .rules import RULES, FalconState, Options
+
+SQUARINGS = tl.constexpr(24)
+
+
+class Gates(NamedTuple):
+    """Gates of every slot; 0 (and no decay) where a slot has no pair of its own.
+
+    Attributes:
+        found: `[4, M, H, C]`: strength, upto, upto_low, energy. With one gain a token, strength is eta / B, and upto and upto_low
+            are the two halves of the log-decay summed from the chunk's start (the second is 0 for 16-bit inputs). With a gain for every column, upto is kept and
+            upto_low is pull, with eta = strength * beta and gamma = max(kept + (1 - beta) * pull, floor), or
+            max(1 - beta * pull, floor) with `step="eta"`.
+        vector: top eigenvector of falcon3's windows, `[B * T, H, W]` by first row plus rank.
+    """
+
+    found: Tensor
+    vector: Tensor
+
+
+def heads_of(state: FalconState, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+    """The pairs in slots -(W - 1) ... 0 of every document, and whether its first token has none.
+
+    Returns: head_x `[N, H, W, K]`, head_v `[N, H, W, V]` (slot 0 holds a value only where the first token has no pair:
+    there the tail moves up, so that the window has no gap; empty for W = 1), first int32 `[N]`.
+    """
+    if options.window == 1:
+        return state.key[:, :, None].contiguous(), state.tail_v, (~state.has_key & options.shifted).int()
+    x, v = torch.cat([state.tail_x, state.key[:, None]], 1), torch.nn.functional.pad(state.tail_v, (0, 0, 0, 0, 0, 1))
+    known = (state.has_key if options.shifted else torch.ones_like(state.has_key))[:, None, None, None]
+    x, v = (torch.where(known, rows, rows.roll(1, 1)) for rows in (x, v))
+    return x.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous(), (~state.has_key & options.shifted).int()
+
+
+@triton.jit
+def top_direction(gram, W: tl.constexpr):
+    """Top eigenvalue and eigenvector of semidefinite `[R, W, W]`, by squaring until only the top direction is left."""
+    a, b = tl.arange(0, W)[None, :, None], tl.arange(0, W)[None, None, :]
+    power = gram
+    for _ in range(SQUARINGS):
+        largest = tl.max(tl.max(tl.where(a == b, power, 0.0), 2), 1)  # of a semidefinite matrix: on its diagonal
+        power = power * (1.0 / tl.maximum(largest, 1e-30))[:, None, None]
+        power = tl.sum(tl.expand_dims(power, 3) * tl.expand_dims(power, 1), 2)
+    weight = tl.max(tl.where(a == b, power, 0.0), 2)  # the diagonal
+    best = tl.argmax(weight, 1)
+    u = tl.sum(tl.where(b == best[:, None, None], power, 0.0), 2)
+    norm = tl.sum(u * u, 1)
+    u = tl.where((norm > 0)[:, None], u / tl.sqrt(tl.maximum(norm, 1e-30))[:, None], 0.0)
+    return tl.sum(tl.sum(gram * tl.expand_dims(u, 1), 2) * u, 1), u
+
+
+@triton.jit(do_not_specialize=["T", "NC"])
+def _top_eigenvalues(
+    k,
+    head_x,
+    energy,
+    vector,
+    docs,
+    chunk_doc,
+    rows,
+    T,
+    NC,
+    H,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    W: tl.constexpr,
+    BW: tl.constexpr,
+    SHIFT: tl.constexpr,
+    PLAIN: tl.constexpr,
+    MASKED: tl.constexpr,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Top eigenvalue of the Gram matrix of every window, by squaring the matrix until only its top direction is left."""
+    c, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
+    e, d = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, BK)
+    r = i * (C - W + 1) - (W - 1) + e
+    token = (e >= W - 1) & (r < length)
+    a, b = tl.arange(0, BW)[None, :, None], tl.arange(0, BW)[None, None, :]
+    gram = tl.zeros([ROWS, BW, BW], tl.float32)
+    for one in tl.static_range(W):
+        p, ok = key_pointers(k, head_x, rows, n, start, length, h, r - one, H, K, W, SHIFT, MASKED)
+        x = read(p[:, None] + d[None, :], (ok & token)[:, None] & (d < K)[None, :]).to(tl.float32)
+        for two in tl.static_range(one, W):
+            p, ok = key_pointers(k, head_x, rows, n, start, length, h, r - two, H, K, W, SHIFT, MASKED)
+            y = read(p[:, None] + d[None, :], (ok & token)[:, None] & (d < K)[None, :]).to(tl.float32)
+            here = ((a == one) & (b == two)) | ((a == two) & (b == one))
+            gram += tl.where(here, tl.sum(x * y, 1)[:, None, None], 0.0)
+    top, u = top_direction(gram, BW)
+    tl.store(energy + (c * H + h) * C + e, top)
+    w = tl.arange(0, BW)
+    at = vector + ((start + r) * H + h)[:, None] * W + w[None, :]
+    tl.store(at, u, mask=token[:, None] & (w < W)[None, :])
+
+
+@triton.jit(do_not_specialize=["T", "NC"])
+def _gates(
+    k,
+    head_x,
+    beta,
+    ridge,
+    first,
+    count,
+    strength,
+    upto,
+    upto_low,
+    energy,
+    docs,
+    chunk_doc,
+    rows,
+    eps,
+    decay_floor,
+    T,
+    NC,
+    H,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    W: tl.constexpr,
+    SHIFT: tl.constexpr,
+    ENERGY: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    COUPLED: tl.constexpr,
+    LOW: tl.constexpr,
+    PLAIN: tl.constexpr,
+    MASKED: tl.constexpr,
+    C: tl.constexpr,
+):
+    """ENERGY: 0 none, 1 mean squared norm of the window, 2 already there, as a sum. DIVIDE: the step is beta / (E + ...)."""
+    c, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
+    e, d = tl.arange(0, C), tl.arange(0, BK)
+    r = i * (C - W + 1) - (W - 1) + e
+    token, begin = (e >= W - 1) & (r < length), tl.load(first + n)
+    writes = token & (r >= begin)
+    at = (c * H + h) * C + e
+    pairs = tl.minimum(tl.maximum(tl.load(count + n) + r + 1 - begin, 1), W).to(tl.float32)
+    E = tl.zeros([C], tl.float32)
+    if ENERGY == 1:
+        p, ok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
+        x = read(p[:, None] + d[None, :], ok[:, None] & (d < K)[None, :]).to(tl.float32)
+        E = tl.sum(x * x, 1)
+        if W > 1:
+            behind = e[:, None] - e[None, :]
+            E = tl.sum(tl.where((behind >= 0) & (behind < W), E[None, :], 0.0), 1)
+    if ENERGY == 2:
+        E = tl.load(energy + at)
+    E = tl.where(writes, E / pairs, 0.0)
+    row = row_of(rows, start, r, token, MASKED) * H + h
+    lam = read(ridge + row, token).to(tl.float32)
+    if COUPLED:
+        lam *= E
+    inverse = tl.where(writes, 1.0, 0.0)
+    kept = tl.full([C], 1.0, tl.float32)
+    if DIVIDE:
+        under = E + lam + eps
+        writes = writes & (under != 0)
+        inverse = tl.where(writes, tl.div_rn(tl.full([C], 1.0, tl.float32), tl.where(writes, under, 1.0)), 0.0)
+        # 1 - eta * ridge = (energy + eps + (1 - beta) * ridge) / denominator, so that float32 keeps its digits near the floor
+        kept = tl.where(writes, (E + eps) * inverse, 1.0)
+    pull = tl.where(writes, lam * inverse, 0.0)
+    if ENERGY:
+        tl.store(energy + at, E)
+    if COLUMNS:
+        tl.store(strength + at, inverse)
+        tl.store(upto + at, kept)
+        tl.store(upto_low + at, pull)
+    else:
+        gain = read(beta + row, token).to(tl.float32)
+        if DIVIDE:
+            gamma = kept + (1.0 - gain) * pull
+        else:
+            gamma = 1.0 - gain * pull
+        tl.store(strength + at, gain * inverse / pairs)
+        log_decay = tl.log(tl.maximum(gamma, decay_floor))
+        if LOW:
+            wide = tl.cumsum(log_decay.to(tl.float64), 0)
+            high = wide.to(tl.float32)
+            low = (wide - high.to(tl.float64)).to(tl.float32)
+        else:
+            high = tl.cumsum(log_decay, 0)
+            low = tl.zeros([C], tl.float32)
+        tl.store(upto + at, high)
+        tl.store(upto_low + at, low)
+
+
+@triton.jit(do_not_specialize=["T", "NC"])
+def _gates_backward(
+    beta,
+    ridge,
+    first,
+    count,
+    energy,
+    d_strength,
+    d_log_decay,
+    d_beta,
+    d_ridge,
+    d_energy,
+    docs,
+    chunk_doc,
+    rows,
+    eps,
+    decay_floor,
+    T,
+    NC,
+    H,
+    W: tl.constexpr,
+    ENERGY: tl.constexpr,
+    SLIDING: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    COUPLED: tl.constexpr,
+    PLAIN: tl.constexpr,
+    MASKED: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Gradients of beta, ridge and the window's energy (divided by its pairs, `[B * T, H]` by first row plus rank)."""
+    c, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
+    e = tl.arange(0, C)
+    r = i * (C - W + 1) - (W - 1) + e
+    token, begin = (e >= W - 1) & (r < length), tl.load(first + n)
+    writes = token & (r >= begin)
+    at = (c * H + h) * C + e
+    pairs = tl.minimum(tl.maximum(tl.load(count + n) + r + 1 - begin, 1), W).to(tl.float32)
+    row = row_of(rows, start, r, token, MASKED) * H + h
+    own = read(ridge + row, token).to(tl.float32)
+    E = tl.zeros([C], tl.float32)
+    if ENERGY:
+        E = tl.load(energy + at)
+    lam = own
+    if COUPLED:
+        lam = own * E
+    inverse = tl.where(writes, 1.0, 0.0)
+    kept = tl.full([C], 1.0, tl.float32)
+    if DIVIDE:
+        under = E + lam + eps
+        writes = writes & (under != 0)
+        inverse = tl.where(writes, tl.div_rn(tl.full([C], 1.0, tl.float32), tl.where(writes, under, 1.0)), 0.0)
+        kept = tl.where(writes, (E + eps) * inverse, 1.0)
+    pull = tl.where(writes, lam * inverse, 0.0)
+    d_eta, d_gamma = tl.load(d_strength + at), tl.load(d_log_decay + at)
+    if not COLUMNS:
+        gain = read(beta + row, token).to(tl.float32)
+        if DIVIDE:
+            gamma = kept + (1.0 - gain) * pull
+        else:
+            gamma = 1.0 - gain * pull
+        d_gamma = tl.where(gamma >= decay_floor, d_gamma / tl.maximum(gamma, decay_floor), 0.0)
+        d_eta = d_eta / pairs
+        d_gain = tl.where(writes, d_eta * inverse - d_gamma * pull, 0.0)
+        tl.store(d_beta + row, d_gain, mask=token)
+        d_eta, d_gamma = gain * d_eta, gain * d_gamma
+    # from here on, d_eta and d_gamma are multiplied by the gain (and summed over its columns)
+    if DIVIDE:
+        d_lam = -inverse * (inverse * (d_eta + (E + eps) * d_gamma))
+        d_E = inverse * (inverse * (lam * d_gamma - d_eta))
+    else:
+        d_lam = -d_gamma
+        d_E = tl.zeros([C], tl.float32)
+    d_own = d_lam
+    if COUPLED:
+        d_own = d_lam * E
+        if not SLIDING:
+            d_E += own * d_lam
+    tl.store(d_ridge + row, tl.where(writes, d_own, 0.0), mask=token)
+    if ENERGY:
+        tl.store(d_energy + (start + r) * H + h, tl.where(writes, d_E / pairs, 0.0), mask=token)
+
+
+@triton.jit(do_not_specialize=["T", "NC"])
+def _energy_backward(
+    k,
+    head_x,
+    d_energy,
+    vector,
+    d_k,
+    d_head_x,
+    docs,
+    chunk_doc,
+    rows,
+    T,
+    NC,
+    H,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    W: tl.constexpr,
+    SHIFT: tl.constexpr,
+    TOP: tl.constexpr,
+    PLAIN: tl.constexpr,
+    MASKED: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Add the gradient through the energy to the gradient of the keys."""
+    c, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
+    e, d = tl.arange(0, C), tl.arange(0, BK)
+    r = i * (C - W + 1) - (W - 1) + e
+    own = (r < length) & ((e >= W - 1) | (i + e * 0 == 0))
+    column = (d < K)[None, :]
+    grad = tl.zeros([C, BK], tl.float32)
+    if TOP:
+        for shift in tl.static_range(2 * W - 1):
+            factor = tl.zeros([C], tl.float32)
+            for w in tl.static_range(W):
+                # the pair in slot r is number w of the window of rank r + w; the other one is in slot r + shift - (W - 1)
+                if (w + W - 1 - shift >= 0) and (w + W - 1 - shift < W):
+                    s = r + w
+                    ok = own & (s >= 0) & (s < length)
+                    at = (start + s) * H + h
+                    u = tl.load(vector + at * W + w, mask=ok, other=0.0)
+                    other = tl.load(vector + at * W + (w + W - 1 - shift), mask=ok, other=0.0)
+                    factor += u * other * tl.load(d_energy + at, mask=ok, other=0.0)
+            near = r + (shift - (W - 1))
+            p, ok = key_pointers(k, head_x, rows, n, start, length, h, near, H, K, W, SHIFT, MASKED)
+            grad += factor[:, None] * read(p[:, None] + d[None, :], (ok & own)[:, None] & column).to(tl.float32)
+    else:
+        factor = tl.zeros([C], tl.float32)
+        for w in tl.static_range(W):
+            ok = own & (r + w >= 0) & (r + w < length)
+            factor += tl.load(d_energy + (start + r + w) * H + h, mask=ok, other=0.0)
+        p, ok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
+        grad = factor[:, None] * read(p[:, None] + d[None, :], (ok & own)[:, None] & column).to(tl.float32)
+    p, ok = key_pointers(d_k, d_head_x, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
+    p, ok = p[:, None] + d[None, :], (ok & own)[:, None] & column
+    tl.store(p, read(p, ok).to(tl.float32) + 2.0 * grad, mask=ok)
+
+
+def _options(options: Options) -> dict[str, Any]:
+    return {
+        "COLUMNS": options.rule.per_column,
+        "DIVIDE": options.step == "beta",
+        "COUPLED": options.scale_coupled,
+        "W": options.window,
+    }
+
+
+def _top(options: Options) -> bool:
+    """Whether the energy is an eigenvalue; that of a single pair is its squared norm."""
+    return options.rule.regression and options.window > 1
+
+
+def gates(
+    k: Tensor,
+    head_x: Tensor,
+    beta: Tensor,
+    ridge: Tensor,
+    first: Tensor,
+    count: Tensor,
+    ranks: Ranks,
+    options: Options,
+) -> Gates:
+    """Gates of all tokens.
+
+    Args:
+        k: `[B, T, H, K]`. head_x, first: of `heads_of`. beta, ridge: `[B, T, H]` (beta with V is not read here).
+        count: int64 `[N]`, real rows of the tail. ranks: with overlap W - 1.
+    """
+    heads, k_size = k.shape[2:]
+    shape = (ranks.chunks, heads, CHUNK)
+    out = k.new_empty(4, *shape, dtype=torch.float32)
+    vector = k.new_empty(0, dtype=torch.float32)
+    sizes = {"H": heads, "K": k_size, "BK": block(k_size), "SHIFT": int(options.shifted)}
+    energy = int(options.needs_energy)
+    with on_device(k):
+        if energy and _top(options):
+            energy = 2
+            vector = k.new_empty(ranks.batch * ranks.tokens, heads, options.window, dtype=torch.float32)
+            width = triton.next_power_of_2(options.window)
+            few = 16 if width > 4 else 32
+            _top_eigenvalues[(ranks.chunks * heads, CHUNK // few)](
+                k, head_x, out[3], vector, **tables(ranks), **sizes, W=options.window, BW=width, ROWS=few
+            )
+        _gates[(ranks.chunks * heads,)](
+            k,
+            head_x,
+            beta,
+            ridge,
+            first,
+            count,
+            *out,
+            **tables(ranks),
+            **sizes,
+            **_options(options),
+            eps=options.eps,
+            decay_floor=options.decay_floor,
+            ENERGY=energy,
+            LOW=k.dtype == torch.float32,
+        )
+    return Gates(out, vector)
+
+
+def inputs_backward(
+    beta: Tensor,
+    ridge: Tensor,
+    first: Tensor,
+    count: Tensor,
+    found: Gates,
+    d_strength: Tensor,
+    d_log_decay: Tensor,
+    ranks: Ranks,
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of beta (empty with a gain for every column), of ridge, and of the energies.
+
+    Args:
+        d_strength, d_log_decay: of strength and of the log-decay of every token (not its prefix), `[M, H, C]`. With a gain for
+            every column: the sums over columns of beta * (gradient of eta) and of beta * (gradient of gamma, 0 at the floor).
+    Returns: the last one, divided by the pairs of the window, `[B * T, H]` by first row plus rank; None where there is none.
+    """
+    heads = ridge.shape[2]
+    make = torch.empty_like if ranks.rows is None else torch.zeros_like
+    d_beta = ridge.new_empty(0) if options.rule.per_column else make(beta)
+    d_ridge = make(ridge)
+    live = options.step == "beta" or (options.scale_coupled and not options.rule.sliding)
+    d_energy = ridge.new_empty(ranks.batch * ranks.tokens, heads, dtype=torch.float32)
+    with on_device(ridge):
+        _gates_backward[(ranks.chunks * heads,)](
+            beta,
+            ridge,
+            first,
+            count,
+            found.found[3],
+            d_strength,
+            d_log_decay,
+            d_beta,
+            d_ridge,
+            d_energy,
+            **tables(ranks),
+            **_options(options),
+            H=heads,
+            eps=options.eps,
+            decay_floor=options.decay_floor,
+            ENERGY=int(options.needs_energy),
+            SLIDING=options.rule.sliding,
+        )
+    return d_beta, d_ridge, d_energy if live else None
+
+
+def gates_backward(
+    k: Tensor,
+    head_x: Tensor,
+    beta: Tensor,
+    ridge: Tensor,
+    first: Tensor,
+    count: Tensor,
+    found: Gates,
+    d_strength: Tensor,
+    d_log_decay: Tensor,
+    d_k: Tensor,
+    d_head_x: Tensor,
+    ranks: Ranks,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of beta and ridge, see `inputs_backward`; that of the keys is added to d_k and d_head_x.
+
+    Args:
+        d_k: `[B, T, H, K]`, d_head_x `[N, H, W, K]`: changed in place.
+    """
+    heads, k_size = k.shape[2:]
+    d_beta, d_ridge, d_energy = inputs_backward(
+        beta, ridge, first, count, found, d_strength, d_log_decay, ranks, options
+    )
+    if d_energy is not None:
+        with on_device(k):
+            _energy_backward[(ranks.chunks * heads,)](
+                k,
+                head_x,
+                d_energy,
+                found.vector,
+                d_k,
+                d_head_x,
+                **tables(ranks),
+                H=heads,
+                K=k_size,
+                BK=block(k_size),
+                SHIFT=int(options.shifted),
+                W=options.window,
+                TOP=_top(options),
+            )
+    return d_beta, d_ridge
+
+
+# --- options and tables as an operator's arguments ---
+
+
+def unpack(
+    docs: Tensor | None,
+    chunk_doc: Tensor | None,
+    segment_doc: Tensor | None,
+    rows: Tensor | None,
+    sizes: list[int],
+    rule: str,
+    flags: list[int],
+    numbers: list[float],
+) -> tuple[Ranks, Options]:
+    """Tables and options from what an operator can take."""
+    ranks = ranks_of(sizes, docs, chunk_doc, segment_doc, rows)
+    window, shifted, after, divide, coupled = flags
+    return ranks, Options(
+        RULES[rule], window, bool(shifted), bool(after), "beta" if divide else "eta", bool(coupled), *numbers
+    )
+
+
+def pack(ranks: Ranks, options: Options) -> tuple[Any, ...]:
+    """The inverse of `unpack`."""
+    rule = next(name for name, rule in RULES.items() if rule == options.rule)
+    flags = [options.window, options.shifted, options.read_after_write, options.step == "beta", options.scale_coupled]
+    return *ranks.tables, ranks.sizes, rule, [int(x) for x in flags], [options.eps, options.decay_floor]

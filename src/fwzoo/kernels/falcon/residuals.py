@@ -1,0 +1,293 @@
+"""falcon2 on a GPU: a scan over tokens finds the residuals; what they write is then falcon2a's, with residuals for values.
+
+    r_t = v_t - S_{t-1}^T x_t        S_t = S_{t-1} diag(gamma_t) + x_t (eta_t * r_t)^T
+
+Backward is the same recurrence from the end: with the gradient g of the residuals as values of falcon2a, and the gradient L of
+the state through later reads,
+
+    d_r_t = g_t + eta_t * (L_t^T x_t)        L_{t-1} = L_t diag(gamma_t) - x_t d_r_t^T
+
+and the reads S_{t-1}^T x_t are differentiated as falcon2a reading before it writes, with x for queries and -d_r for gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..gpu import block, custom, dot, key_pointers, of_chunk, on_device, read, row_of, tables
+from ..ranks import CHUNK, Ranks
+from .columns import Columns, _gains
+from .prepass import Gates, gates, gates_backward, pack, unpack
+from .rules import Options
+
+
+@triton.jit(do_not_specialize=["T", "NC"])
+def residual_kernel(
+    k, head_x, given, beta, strength, upto, upto_low, S_in, S_out, out, reads, pairs, scratch, docs, chunk_doc, rows, decay_floor, T, NC,
+    H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SHIFT: tl.constexpr, DIVIDE: tl.constexpr,
+    BACK: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Residuals of every token (BACK, from the end: their gradients, and the pair keys by token), S from S_in to S_out.
+
+    Within a chunk m `[C, BV]` holds what every row reads of the state as of the token reached, in four blocks of rows: those of
+    the block at hand follow token by token, those of later blocks with one product a block. scratch: `[N * H, parts, C, C]`.
+    """
+    lane = tl.program_id(1).to(tl.int64)
+    n, h = lane // H, lane % H
+    first, last = n * NC, (n + 1) * NC
+    if not PLAIN:
+        first, last = tl.load(docs + 4 * n + 2), tl.load(docs + 4 * n + 6)
+    e, dk, dv = tl.arange(0, C), tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
+    near = tl.arange(0, 16)
+    in_k, in_v = (dk < K)[None, :], (dv < V)[None, :]
+    own = (lane * K + dk)[:, None] * V + dv[None, :]
+    gram_at = scratch + (lane * tl.num_programs(0) + tl.program_id(0)) * (C * C)
+    S = tl.load(S_in + own, mask=(dk < K)[:, None] & in_v, other=0.0)
+    for step in range(0, last - first):
+        c = first + step
+        if BACK:
+            c = last - 1 - step
+        _n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
+        rank = i * C + e
+        if BACK:
+            rank = i * C + (C - 1 - e)  # rows in the order in which they are reached
+        token = rank < length
+        xp, xok = key_pointers(k, head_x, rows, n, start, length, h, rank, H, K, 1, SHIFT, MASKED)
+        x = read(xp[:, None] + dk[None, :], xok[:, None] & in_k)
+        if BACK:
+            if tl.program_id(0) == 0:
+                row = row_of(rows, start, rank, token, MASKED) * H + h
+                tl.store(
+                    pairs + row[:, None] * K + dk[None, :], x.to(pairs.dtype.element_ty), mask=token[:, None] & in_k
+                )
+        gram = dot(x, tl.trans(x))
+        tl.debug_barrier()
+        tl.store(gram_at + e[:, None] * C + e[None, :], gram)
+        tl.debug_barrier()
+        m = dot(x, S.to(x.dtype))
+        written = tl.zeros([C, BV], tl.float32)  # to the state, as of the token reached
+        for b in range(0, C // 16):
+            # the 16 rows of this block
+            slot = b * 16 + near
+            if BACK:
+                slot = C - 1 - slot
+            present = i * C + slot < length
+            its_row = row_of(rows, start, i * C + slot, present, MASKED) * H + h
+            where = present[:, None] & in_v
+            place = (c * H + h) * C + slot
+            gain = _gains(beta, its_row, present, dv, V)
+            eta = gain * tl.load(strength + place)[:, None]
+            pull = tl.load(upto_low + place)[:, None]
+            if DIVIDE:
+                gamma = tl.load(upto + place)[:, None] + (1.0 - gain) * pull
+            else:
+                gamma = 1.0 - gain * pull
+            gamma = tl.maximum(gamma, decay_floor)
+            value = read(given + its_row[:, None] * V + dv[None, :], where).to(tl.float32)
+            this = (tl.arange(0, C // 16) == b)[:, None, None]
+            here = tl.sum(tl.where(this, tl.reshape(m, [C // 16, 16, BV]), 0.0), 0)
+            kept = tl.full([BV], 1.0, tl.float32)
+            added = tl.zeros([16, BV], tl.float32)
+            result = tl.zeros([16, BV], tl.float32)
+            seen = tl.zeros([16, BV], tl.float32)
+            for t in range(0, 16):
+                now = (near == t)[:, None]
+                m_t = tl.sum(tl.where(now, here, 0.0), 0)
+                v_t = tl.sum(tl.where(now, value, 0.0), 0)
+                eta_t = tl.sum(tl.where(now, eta, 0.0), 0)
+                gamma_t = tl.sum(tl.where(now, gamma, 0.0), 0)
+                if BACK:
+                    y = v_t + eta_t * m_t
+                    z = -y
+                else:
+                    y = v_t - m_t
+                    z = eta_t * y
+                weight = tl.load(gram_at + (b * 16 + t) * C + b * 16 + near)
+                here = here * gamma_t[None, :] + weight[:, None] * z[None, :]
+                added = tl.where(now, z[None, :], added * gamma_t[None, :])
+                kept = kept * gamma_t
+                result = tl.where(now, y[None, :], result)
+                seen = tl.where(now, m_t[None, :], seen)
+            tl.store(out + its_row[:, None] * V + dv[None, :], result.to(out.dtype.element_ty), mask=where)
+            if not BACK:
+                tl.store(reads + its_row[:, None] * V + dv[None, :], seen.to(reads.dtype.element_ty), mask=where)
+            spread = tl.reshape(tl.where(this, added[None, :, :], 0.0), [C, BV])
+            m = m * kept[None, :] + dot(gram.to(x.dtype), spread.to(x.dtype))
+            written = written * kept[None, :] + spread
+            S = S * kept[None, :]
+        S += dot(tl.trans(x), written.to(x.dtype))
+    tl.store(S_out + own, S, mask=(dk < K)[:, None] & in_v)
+
+
+@triton.jit(do_not_specialize=["T", "NC"])
+def pair_kernel(
+    d_x, d_k, d_head_x, docs, chunk_doc, rows, T, NC, H, K: tl.constexpr, BK: tl.constexpr, SHIFT: tl.constexpr,
+    PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Add gradients of pair keys, lying by token, to those of the keys."""
+    c, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
+    rank, dk = i * C + tl.arange(0, C), tl.arange(0, BK)
+    token = rank < length
+    row = row_of(rows, start, rank, token, MASKED) * H + h
+    to, ok = key_pointers(d_k, d_head_x, rows, n, start, length, h, rank, H, K, 1, SHIFT, MASKED)
+    where = (token & ok)[:, None] & (dk < K)[None, :]
+    extra = read(d_x + row[:, None] * K + dk[None, :], where).to(tl.float32)
+    to = to[:, None] + dk[None, :]
+    tl.store(to, (read(to, where).to(tl.float32) + extra).to(d_k.dtype.element_ty), mask=where)
+
+
+def _run(
+    k: Tensor,
+    head_x: Tensor,
+    given: Tensor,
+    beta: Tensor,
+    found: Tensor,
+    S: Tensor,
+    ranks: Ranks,
+    options: Options,
+    back: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Residuals and what their rows read (back: gradients of the residuals, and pair keys by token), and the last state."""
+    heads, k_size, v_size = k.shape[2], k.shape[3], given.shape[3]
+    make = torch.empty_like if ranks.rows is None else torch.zeros_like
+    out, other, S_out = make(given), make(k if back else given), torch.empty_like(S)
+    columns = 64
+    parts = triton.cdiv(v_size, columns)
+    scratch = k.new_empty(ranks.documents * heads, parts, CHUNK, CHUNK, dtype=torch.float32)
+    with on_device(k):
+        residual_kernel[(parts, ranks.documents * heads)](
+            k, head_x, given, beta, *found[:3], S, S_out, out, other, other, scratch, **tables(ranks), decay_floor=options.decay_floor,
+            H=heads, K=k_size, V=v_size, BK=max(64, block(k_size)), BV=columns, SHIFT=int(options.shifted),
+            DIVIDE=options.step == "beta", BACK=back, num_warps=4, num_stages=1,
+        )  # fmt: skip
+    return out, other, S_out
+
+
+# --- the operator ---
+
+
+def residuals(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    ridge: Tensor,
+    head_x: Tensor,
+    head_v: Tensor,
+    S: Tensor,
+    first: Tensor,
+    count: Tensor,
+    ranks: Ranks,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """falcon2."""
+    o, S, *_ = _residuals(q, k, v, beta, ridge, head_x, head_v, S.contiguous(), first, count, *pack(ranks, options))
+    return o, S
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    ridge: Tensor,
+    head_x: Tensor,
+    head_v: Tensor,
+    S: Tensor,
+    first: Tensor,
+    count: Tensor,
+    docs: Tensor | None,
+    chunk_doc: Tensor | None,
+    segment_doc: Tensor | None,
+    rows: Tensor | None,
+    sizes: list[int],
+    rule: str,
+    flags: list[int],
+    numbers: list[float],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
+    found, _vector = gates(k, head_x, beta, ridge, first, count, ranks, options)
+    r, reads, _S = _run(k, head_x, v, beta, found, S, ranks, options, False)
+    return *Columns(q, k, r, beta, head_x, head_v, first, found, ranks, options).forward(S), found, r, reads
+
+
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    S, (ranks, _options), heads = others[4], unpack(*others[7:]), q.shape[2]
+    wide = {"dtype": torch.float32}
+    return (
+        torch.empty_like(v),
+        torch.empty_like(S),
+        q.new_empty(ranks.segments, heads, k.shape[3], v.shape[3], **wide),
+        q.new_empty(ranks.segments, heads, v.shape[3], **wide),
+        q.new_empty(4, ranks.chunks, heads, CHUNK, **wide),
+        torch.empty_like(v),
+        torch.empty_like(v),
+    )
+
+
+def _backward(
+    d_o: Tensor,
+    d_S: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    ridge: Tensor,
+    head_x: Tensor,
+    head_v: Tensor,
+    S: Tensor,
+    first: Tensor,
+    count: Tensor,
+    docs: Tensor | None,
+    chunk_doc: Tensor | None,
+    segment_doc: Tensor | None,
+    rows: Tensor | None,
+    sizes: list[int],
+    rule: str,
+    flags: list[int],
+    numbers: list[float],
+    o: Tensor,
+    S_end: Tensor,
+    states: Tensor,
+    total: Tensor,
+    found: Tensor,
+    r: Tensor,
+    reads: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
+    writes = Columns(q, k, r, beta, head_x, head_v, first, found, ranks, options)
+    d_q, d_k, d_r, d_beta, d_head_x, d_head_v, d_S, d_strength, d_decay = writes.backward(
+        d_o, o, d_S.contiguous(), S_end, states, total
+    )
+    nothing = torch.zeros_like(d_S)
+    d_v, pairs, _d_S = _run(k, head_x, d_r, beta, found, nothing, ranks, options, True)
+    before = dataclasses.replace(writes, q=pairs, options=dataclasses.replace(options, read_after_write=False))
+    d_pairs, more_k, _, more_beta, more_head_x, _, more_S, more_strength, more_decay = before.backward(
+        -d_v, reads, nothing, S_end, states, total
+    )
+    d_k, d_head_x = d_k + more_k, d_head_x + more_head_x
+    with on_device(k):
+        pair_kernel[(ranks.chunks * k.shape[2],)](
+            d_pairs, d_k, d_head_x, **tables(ranks), H=k.shape[2], K=k.shape[3], BK=block(k.shape[3]), SHIFT=int(options.shifted)
+        )  # fmt: skip
+    _beta, d_ridge = gates_backward(
+        k, head_x, beta, ridge, first, count, Gates(found, found.new_empty(0)), d_strength + more_strength,
+        d_decay + more_decay, d_k, d_head_x, ranks, options,
+    )  # fmt: skip
+    return d_q, d_k, d_v, d_beta + more_beta, d_ridge, d_head_x, d_head_v, d_S + more_S
+
+
+def _fake_backward(d_o: Tensor, d_S: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x) for x in arguments[:8])
+
+
+_residuals = custom(
+    "falcon_residuals", _forward, _backward, _fake_forward, _fake_backward, outputs=2, inputs=range(8), module=__name__
+)

@@ -1,0 +1,703 @@
+"""Triton kernels of falcon3, whose tokens write the residuals of a whole window of W pairs.
+
+What a chunk does is linear in its values and in what its keys read of the state before it. With the pair keys X, values V of
+its slots (the first W - 1 are the last pairs of the chunk before) and the incoming state S_0,
+
+    S_C = e^{u_C} S_0 + X^T (write_v V - write_S X S_0)         O = e^c Q S_0 + read_v V - read_S X S_0
+
+`response_kernel` finds the four `[C, C]` matrices by running over the tokens with one column for every slot: R holds what the
+window's keys read of the current state, p what was written to them so far, hat the final weight of every pair that has left
+the window, as of the token it was last written by. The state is then carried by the scans of `kernels/delta.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..delta import (
+    FIXED,
+    Form,
+    _gates,
+    _load_rows,
+    _load_tile,
+    _rows,
+    _settings,
+    _store_tile,
+    scan_kernel,
+    scans_kernel,
+    work_dtype,
+)
+from ..gpu import block, key_pointers, of_chunk, on_device, value_pointers
+from ..ranks import CHUNK, Ranks
+
+
+@triton.jit
+def _couplings(
+    q, k, head, strength, upto, upto_low, docs, chunk_doc, rows, index, T, NC,
+    H, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, SHIFT: tl.constexpr, W: tl.constexpr, AFTER: tl.constexpr,
+    PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gram matrix and scores of a chunk, and the factors with which a pair that has left the window enters them (0 where it
+    is still in it): its decay from the token that last wrote it."""
+    c, h = index // H, index % H
+    row, valid, pairs, paired = _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, W, PLAIN, MASKED, C)
+    gram = tl.zeros([C, C], tl.float32)
+    scores = tl.zeros([C, C], tl.float32)
+    for k0 in range(0, K, BK):
+        query = _load_rows(q + row * K, valid, k0, K, BK, WORK)
+        x = _load_rows(pairs, paired, k0, K, BK, WORK)
+        gram = tl.dot(x, tl.trans(x), gram, input_precision=PRECISION)
+        scores = tl.dot(query, tl.trans(x), scores, input_precision=PRECISION)
+    slot = tl.arange(0, C)
+    _gain, since, until, total = _gates(strength, upto, upto_low, index, WIDE, C)
+    last = index * C + slot + (W - 1)
+    left = tl.load(upto + last, mask=slot + (W - 1) < C, other=0.0)
+    if WIDE:
+        left = left.to(tl.float64) + tl.load(upto_low + last, mask=slot + (W - 1) < C, other=0.0)
+    behind = slot[:, None] - slot[None, :]
+    entering = tl.exp(tl.where(behind >= W, (until[:, None] - left[None, :]).to(tl.float32), -float("inf")))
+    to = since if AFTER else until
+    gone = behind >= (W - 1 if AFTER else W)
+    reading = tl.exp(tl.where(gone, (to[:, None] - left[None, :]).to(tl.float32), -float("inf")))
+    ending = tl.exp(tl.where(slot + (W - 1) < C, (total - left).to(tl.float32), 0.0))
+    return gram, scores, entering, reading, ending
+
+
+@triton.jit
+def _token(upto, upto_low, strength, at, s, WIDE: tl.constexpr):
+    """Strength of the token in slot s, its decay, and the decay from the chunk's start up to it."""
+    to, before = tl.load(upto + at + s), tl.load(upto + at + s - 1, mask=s > 0, other=0.0)
+    if WIDE:
+        to = to.to(tl.float64) + tl.load(upto_low + at + s)
+        before = before.to(tl.float64) + tl.load(upto_low + at + s - 1, mask=s > 0, other=0.0)
+    return tl.load(strength + at + s), tl.exp((to - before).to(tl.float32)), tl.exp(to.to(tl.float32))
+
+
+@triton.jit
+def _window_gram(coupling, s, C: tl.constexpr, W: tl.constexpr, BW: tl.constexpr):
+    """x_{s-a+1} . x_{s-b} for ages a of the next token's window and b of this one's; 0 for a = 0."""
+    a, b = tl.arange(0, BW)[:, None], tl.arange(0, BW)[None, :]
+    return tl.load(coupling + (s - a + 1) * C + s - b, mask=(a > 0) & (a < W) & (b < W), other=0.0)
+
+
+@triton.jit
+def _advance(coupling, gain, kept, upto_s, s, p, R, hat, C: tl.constexpr, W: tl.constexpr, BW: tl.constexpr):
+    """The token in slot s writes: its window's residuals e, then p, hat, and R as the next token finds them."""
+    slot, column, age = tl.arange(0, C), tl.arange(0, 2 * C), tl.arange(0, BW)
+    inside = s + 1 < C
+    e = tl.where((column[None, :] == s - age[:, None]) & (age < W)[:, None], 1.0, 0.0) - R
+    move = tl.where((age[:, None] == age[None, :] + 1) & (age < W)[:, None], kept, 0.0)[:, :, None]
+    p = tl.sum(move * p[None, :, :], 1) + gain * e
+    done = tl.sum(tl.where((age == W - 1)[:, None], p, 0.0), 0)
+    hat = tl.where((slot == s - (W - 1))[:, None], done[None, :], hat)
+    inner = _window_gram(coupling, s, C, W, BW) * gain
+    R = tl.sum(move * R[None, :, :], 1) + tl.sum(inner[:, :, None] * e[None, :, :], 1)
+    past = tl.load(coupling + (s + 1) * C + slot, mask=(slot <= s + 1 - W) & inside, other=0.0)
+    near = tl.load(coupling + (s + 1) * C + s - age, mask=(age < W - 1) & inside, other=0.0)
+    enter = tl.where(column == C + s + 1, upto_s, 0.0) + tl.sum(past[:, None] * hat, 0)
+    enter += tl.sum(tl.where((age < W - 1)[:, None], near[:, None] * p, 0.0), 0)
+    R = tl.where((age == 0)[:, None], enter[None, :], R)
+    return e, p, hat, R
+
+
+@triton.jit(do_not_specialize=[*FIXED, "total"])
+def response_kernel(
+    q, k, head, strength, upto, upto_low, scratch, responses, docs, chunk_doc, rows, total, T, NC,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BW: tl.constexpr,
+    SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """responses: `[M * H, 4, C, C]`, write_v, write_S, read_v, read_S. scratch: `[programs, 4, C, C]`."""
+    coupling = scratch + tl.program_id(0).to(tl.int64) * (4 * C * C)
+    score, band = coupling + C * C, coupling + 2 * C * C
+    slot, column, age = tl.arange(0, C), tl.arange(0, 2 * C), tl.arange(0, BW)
+    row_at = slot[:, None] * C + slot[None, :]
+    for index in range(tl.program_id(0).to(tl.int64), total, tl.num_programs(0)):
+        gram, scores, entering, reading, ending = _couplings(
+            q, k, head, strength, upto, upto_low, docs, chunk_doc, rows, index, T, NC,
+            H, K, C, BK, SHIFT, W, AFTER, PLAIN, MASKED, WORK, WIDE, PRECISION,
+        )  # fmt: skip
+        tl.debug_barrier()  # the chunk before is read no more
+        tl.store(
+            coupling + row_at,
+            tl.where(entering > 0, gram * entering, tl.where(slot[:, None] - slot[None, :] < W, gram, 0.0)),
+        )
+        tl.store(score + row_at, scores)
+        tl.store(band + slot[:, None] * (2 * C) + column[None, :], tl.zeros([C, 2 * C], tl.float32))
+        tl.debug_barrier()
+        hat = tl.zeros([C, 2 * C], tl.float32)
+        p = tl.zeros([BW, 2 * C], tl.float32)
+        R = tl.where((column[None, :] == C + W - 1 - age[:, None]) & (age < W)[:, None], 1.0, 0.0)
+        for s in range(W - 1, C):
+            gain, kept, upto_s = _token(upto, upto_low, strength, index * C, s, WIDE)
+            e, p, hat, R = _advance(coupling, gain, kept, upto_s, s, p, R, hat, C, W, BW)
+            shown = s if AFTER else s + 1
+            weight = tl.load(score + shown * C + s - age, mask=(age < W - 1) & (shown < C), other=0.0)
+            read = tl.sum(weight[:, None] * p, 0)
+            tl.store(band + shown * (2 * C) + column, read, mask=(column >= 0) & (shown < C))
+        tl.debug_barrier()
+        read = tl.load(band + slot[:, None] * (2 * C) + column[None, :])
+        read = tl.dot(scores * reading, hat, read, input_precision=PRECISION)
+        for a in tl.static_range(W - 1):
+            still = tl.sum(tl.where((age == a)[:, None], p, 0.0), 0)
+            hat = tl.where((slot == C - 1 - a)[:, None], still[None, :], hat)
+        hat *= ending[:, None]
+        sign = tl.where(column < C, 1.0, -1.0)[None, :]  # columns of values, then columns of the state
+        at = responses + index * (4 * C * C) + (column // C * (C * C) + column % C)[None, :] + slot[:, None] * C
+        tl.store(at, (hat * sign).to(responses.dtype.element_ty))
+        tl.store(at + 2 * C * C, (read * sign).to(responses.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=FIXED)
+def apply_kernel(
+    k, head, v, head_v, first, responses, from_S, from_v_t, docs, chunk_doc, rows, T, NC,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """from_S = write_S X and from_v_t = (write_v V)^T of every tile."""
+    index = tl.program_id(0).to(tl.int64)
+    c, h = index // H, index % H
+    row, valid, pairs, paired = _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, W, PLAIN, MASKED, C)
+    values, present = _values(v, head_v, first, docs, chunk_doc, rows, c, h, T, NC, H, V, SHIFT, W, PLAIN, MASKED, C)
+    write = _load_tile(responses, index * 4 + 1, 0, 0, C, C, C, C)
+    for k0 in range(0, K, BK):
+        x = _load_rows(pairs, paired, k0, K, BK, WORK)
+        _store_tile(from_S, index, 0, k0, tl.dot(write, x, input_precision=PRECISION), C, K, C, BK)
+    write = _load_tile(responses, index * 4, 0, 0, C, C, C, C)
+    for v0 in range(0, V, BV):
+        value = _load_rows(values, present, v0, V, BV, WORK)
+        from_v = tl.dot(write, value, input_precision=PRECISION)
+        _store_tile(from_v_t, index, v0, 0, tl.trans(from_v), V, C, BV, C)
+
+
+@triton.jit
+def _values(
+    v, head_v, first, docs, chunk_doc, rows, c, h, T, NC, H, V: tl.constexpr, SHIFT: tl.constexpr, W: tl.constexpr,
+    PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Where the value of every slot's pair is, and whether there is one."""
+    n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
+    rank = i * (C - W + 1) - (W - 1) + tl.arange(0, C)
+    return value_pointers(v, head_v, rows, n, start, length, tl.load(first + n), h, rank, H, V, W, SHIFT, MASKED)
+
+
+@triton.jit(do_not_specialize=FIXED)
+def window_read_kernel(
+    q, k, head, v, head_v, first, strength, upto, upto_low, responses, borders_t, o, docs, chunk_doc, rows, T, NC,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Outputs of a tile from its values, the state before it and its responses."""
+    index = tl.program_id(0).to(tl.int64)
+    c, h, v0 = index // H, index % H, tl.program_id(1) * BV
+    row, valid, pairs, paired = _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, W, PLAIN, MASKED, C)
+    values, present = _values(v, head_v, first, docs, chunk_doc, rows, c, h, T, NC, H, V, SHIFT, W, PLAIN, MASKED, C)
+    _gain, since, until, _total = _gates(strength, upto, upto_low, index, WIDE, C)
+    to = since if AFTER else until
+    seen = tl.zeros([C, BV], tl.float32)
+    out = tl.zeros([C, BV], tl.float32)
+    for k0 in range(0, K, BK):
+        query = _load_rows(q + row * K, valid, k0, K, BK, WORK)
+        x = _load_rows(pairs, paired, k0, K, BK, WORK)
+        S_t = _load_tile(borders_t, index, v0, k0, V, K, BV, BK)
+        seen = tl.dot(x, tl.trans(S_t), seen, input_precision=PRECISION)
+        out = tl.dot(query, tl.trans(S_t), out, input_precision=PRECISION)
+    out *= tl.exp(to.to(tl.float32))[:, None]
+    value = _load_rows(values, present, v0, V, BV, WORK)
+    out = tl.dot(_load_tile(responses, index * 4 + 2, 0, 0, C, C, C, C), value, out, input_precision=PRECISION)
+    out -= tl.dot(_load_tile(responses, index * 4 + 3, 0, 0, C, C, C, C), seen.to(WORK), input_precision=PRECISION)
+    column = v0 + tl.arange(0, BV)
+    pointers = o + row[:, None] * V + column[None, :]
+    tl.store(pointers, out.to(o.dtype.element_ty), mask=valid[:, None] & (column < V)[None, :])
+
+
+# --- backward ---
+
+
+@triton.jit(do_not_specialize=FIXED)
+def window_transposed_kernel(
+    k, head, v, head_v, first, d_o, strength, upto, upto_low, responses, from_S, from_v_t, to_r, from_o_t, d_o_t, docs, chunk_doc, rows, T, NC,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What both scans of the backward pass read, as `delta.transposed_solve_kernel`."""
+    index = tl.program_id(0).to(tl.int64)
+    c, h = index // H, index % H
+    row, valid, pairs, paired = _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, W, PLAIN, MASKED, C)
+    values, present = _values(v, head_v, first, docs, chunk_doc, rows, c, h, T, NC, H, V, SHIFT, W, PLAIN, MASKED, C)
+    _gain, since, until, _total = _gates(strength, upto, upto_low, index, WIDE, C)
+    outs = tl.exp((since if AFTER else until).to(tl.float32))
+    slot = tl.arange(0, C)
+    across = responses + index * (4 * C * C) + slot[None, :] * C + slot[:, None]
+    write = _load_tile(responses, index * 4 + 1, 0, 0, C, C, C, C)
+    write_t = tl.load(across + C * C)
+    for k0 in range(0, K, BK):
+        x = _load_rows(pairs, paired, k0, K, BK, WORK)
+        _store_tile(from_S, index, 0, k0, tl.dot(write, x, input_precision=PRECISION), C, K, C, BK)
+        _store_tile(to_r, index, 0, k0, tl.dot(write_t, x, input_precision=PRECISION), C, K, C, BK)
+    write = _load_tile(responses, index * 4, 0, 0, C, C, C, C)
+    read_t = tl.load(across + 3 * C * C)
+    for v0 in range(0, V, BV):
+        value = _load_rows(values, present, v0, V, BV, WORK)
+        _store_tile(from_v_t, index, v0, 0, tl.trans(tl.dot(write, value, input_precision=PRECISION)), V, C, BV, C)
+        d_out = _load_rows(d_o + row * V, valid, v0, V, BV, WORK)
+        _store_tile(from_o_t, index, v0, 0, tl.trans(tl.dot(read_t, d_out, input_precision=PRECISION)), V, C, BV, C)
+        _store_tile(d_o_t, index, v0, 0, tl.trans(d_out * outs[:, None]), V, C, BV, C)
+
+
+@triton.jit
+def _own_slots(docs, chunk_doc, c, T, NC, W: tl.constexpr, PLAIN: tl.constexpr, C: tl.constexpr):
+    """Slots whose gradients this chunk writes in place; the others are added later, from `carry`."""
+    _n, _start, _length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
+    return (tl.arange(0, C) >= W - 1) | (i == 0)
+
+
+@triton.jit(do_not_specialize=FIXED)
+def window_product_kernel(
+    k, head, v, head_v, first, d_o, responses, d_responses, borders_t, d_borders_t, d_v, d_head_v, carry_v, docs, chunk_doc, rows, T, NC,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a tile's values and of the columns of its responses: d_responses `[M * H, 2, C, 2 C]`, writes then reads."""
+    index = tl.program_id(0).to(tl.int64)
+    c, h = index // H, index % H
+    row, valid, pairs, paired = _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, W, PLAIN, MASKED, C)
+    values, present = _values(v, head_v, first, docs, chunk_doc, rows, c, h, T, NC, H, V, SHIFT, W, PLAIN, MASKED, C)
+    targets, _ok = _values(d_v, d_head_v, first, docs, chunk_doc, rows, c, h, T, NC, H, V, SHIFT, W, PLAIN, MASKED, C)
+    own = _own_slots(docs, chunk_doc, c, T, NC, W, PLAIN, C)
+    slot = tl.arange(0, C)
+    targets = tl.where(own, targets, carry_v + (index * (W - 1) + slot) * V)
+    across = responses + index * (4 * C * C) + slot[None, :] * C + slot[:, None]
+    write_t, read_t = tl.load(across), tl.load(across + 2 * C * C)
+    write_v = tl.zeros([C, C], tl.float32)
+    write_S = tl.zeros([C, C], tl.float32)
+    read_v = tl.zeros([C, C], tl.float32)
+    read_S = tl.zeros([C, C], tl.float32)
+    for v0 in range(0, V, BV):
+        seen_t = tl.zeros([BV, C], tl.float32)
+        d_written = tl.zeros([C, BV], tl.float32)
+        for k0 in range(0, K, BK):
+            x = _load_rows(pairs, paired, k0, K, BK, WORK)
+            seen_t = tl.dot(
+                _load_tile(borders_t, index, v0, k0, V, K, BV, BK), tl.trans(x), seen_t, input_precision=PRECISION
+            )
+            dS_t = _load_tile(d_borders_t, index, v0, k0, V, K, BV, BK)
+            d_written = tl.dot(x, tl.trans(dS_t), d_written, input_precision=PRECISION)
+        narrow, seen = d_written.to(WORK), seen_t.to(WORK)
+        value = _load_rows(values, present, v0, V, BV, WORK)
+        d_out = _load_rows(d_o + row * V, valid, v0, V, BV, WORK)
+        write_v = tl.dot(narrow, tl.trans(value), write_v, input_precision=PRECISION)
+        write_S = tl.dot(narrow, seen, write_S, input_precision=PRECISION)
+        read_v = tl.dot(d_out, tl.trans(value), read_v, input_precision=PRECISION)
+        read_S = tl.dot(d_out, seen, read_S, input_precision=PRECISION)
+        d_value = tl.dot(write_t, narrow, input_precision=PRECISION)
+        d_value = tl.dot(read_t, d_out, d_value, input_precision=PRECISION)
+        column = v0 + tl.arange(0, BV)
+        tl.store(
+            targets[:, None] + column[None, :],
+            d_value.to(d_v.dtype.element_ty),
+            mask=present[:, None] & (column < V)[None, :],
+        )
+    at = d_responses + index * (4 * C * C) + slot[:, None] * (2 * C) + slot[None, :]
+    tl.store(at, write_v.to(d_responses.dtype.element_ty))
+    tl.store(at + C, write_S.to(d_responses.dtype.element_ty))
+    tl.store(at + 2 * C * C, read_v.to(d_responses.dtype.element_ty))
+    tl.store(at + 2 * C * C + C, read_S.to(d_responses.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=[*FIXED, "total"])
+def response_backward_kernel(
+    q, k, head, strength, upto, upto_low, scratch, history, d_responses, final, lead, near_gram, near_score, d_strength, d_log_decay,
+    docs, chunk_doc, rows, total, T, NC,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BW: tl.constexpr,
+    SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The run over the tokens again, then back to front. scratch: `[programs, 6, C, C]`, history: `[programs, 2, C, BW, 2 C]`.
+
+    Left for `coupling_kernel`, a tile each: `final` is hat at the end, `lead` the gradient of what a key reads as it enters
+    (both `[C, 2 C]`), near_gram `[C, BW, BW]` and near_score `[C, BW]` the gradients of products within a window. d_strength is
+    whole, d_log_decay holds what R and p see of each token's decay.
+    """
+    coupling = scratch + tl.program_id(0).to(tl.int64) * (6 * C * C)
+    score, part_gain, part_kept = coupling + C * C, coupling + 2 * C * C, coupling + 4 * C * C
+    shown_e = history + tl.program_id(0).to(tl.int64) * (4 * C * C * BW)
+    shown_p = shown_e + 2 * C * C * BW
+    slot, column, age = tl.arange(0, C), tl.arange(0, 2 * C), tl.arange(0, BW)
+    wide = slot[:, None] * (2 * C) + column[None, :]
+    window = age[:, None] * (2 * C) + column[None, :]
+    inside_window = (age < W)[:, None] & (column >= 0)[None, :]
+    behind = slot[:, None] - slot[None, :]
+    row_at, across = slot[:, None] * C + slot[None, :], slot[None, :] * C + slot[:, None]
+    for index in range(tl.program_id(0).to(tl.int64), total, tl.num_programs(0)):
+        gram, scores, entering, reading, ending = _couplings(
+            q, k, head, strength, upto, upto_low, docs, chunk_doc, rows, index, T, NC,
+            H, K, C, BK, SHIFT, W, AFTER, PLAIN, MASKED, WORK, WIDE, PRECISION,
+        )  # fmt: skip
+        tl.debug_barrier()  # the chunk before is read no more
+        tl.store(coupling + row_at, tl.where(entering > 0, gram * entering, tl.where(behind < W, gram, 0.0)))
+        tl.store(score + row_at, tl.where(reading > 0, scores * reading, 0.0))
+        tl.debug_barrier()
+        # as it lies: what the reads see of pairs that have left
+        d_write, d_read = d_responses + index * (4 * C * C), d_responses + index * (4 * C * C) + 2 * C * C
+        left = (slot + W - 1 < C)[:, None]
+        d_hat = tl.where(left, tl.load(d_write + wide).to(tl.float32) * ending[:, None], 0.0)
+        d_hat = tl.dot(tl.load(score + across).to(WORK), tl.load(d_read + wide), d_hat, input_precision=PRECISION)
+        tl.debug_barrier()
+        tl.store(score + row_at, scores)
+        hat_at = coupling + 2 * C * C  # of the gradients of hat, until the run is over
+        tl.store(hat_at + wide, d_hat)
+        tl.debug_barrier()
+        hat = tl.zeros([C, 2 * C], tl.float32)
+        p = tl.zeros([BW, 2 * C], tl.float32)
+        R = tl.where((column[None, :] == C + W - 1 - age[:, None]) & (age < W)[:, None], 1.0, 0.0)
+        for s in range(W - 1, C):
+            gain, kept, upto_s = _token(upto, upto_low, strength, index * C, s, WIDE)
+            e, p, hat, R = _advance(coupling, gain, kept, upto_s, s, p, R, hat, C, W, BW)
+            tl.store(shown_e + s * (BW * 2 * C) + window, e.to(shown_e.dtype.element_ty))
+            tl.store(shown_p + s * (BW * 2 * C) + window, p.to(shown_p.dtype.element_ty))
+        tl.store(final + index * (2 * C * C) + wide, hat.to(final.dtype.element_ty))
+        d_hat = tl.load(hat_at + wide)
+        tl.debug_barrier()
+        none = tl.zeros([C, 2 * C], tl.float32)
+        tl.store(part_gain + wide, none)
+        tl.store(part_kept + wide, none)
+        tl.store(lead + index * (2 * C * C) + wide, none.to(lead.dtype.element_ty))
+        last = C - 1 - age
+        d_p = tl.load(
+            d_write + last[:, None] * (2 * C) + column[None, :],
+            mask=(age < W - 1)[:, None] & (column >= 0)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        d_R = tl.zeros([BW, 2 * C], tl.float32)
+        tl.debug_barrier()
+        for back in range(0, C - W + 1):
+            s = C - 1 - back
+            inside = s + 1 < C
+            shown = s if AFTER else s + 1
+            gain, kept, _upto_s = _token(upto, upto_low, strength, index * C, s, WIDE)
+            first_row = tl.sum(tl.where((age == 0)[:, None], d_R, 0.0), 0)
+            tl.store(
+                lead + index * (2 * C * C) + (s + 1) * (2 * C) + column,
+                first_row.to(lead.dtype.element_ty),
+                mask=(column >= 0) & inside,
+            )
+            past = tl.load(coupling + (s + 1) * C + slot, mask=(slot <= s + 1 - W) & inside, other=0.0)
+            d_hat += past[:, None] * first_row[None, :]
+            near = tl.load(coupling + (s + 1) * C + s - age, mask=(age < W - 1) & inside, other=0.0)
+            weight = tl.load(score + shown * C + s - age, mask=(age < W - 1) & (shown < C), other=0.0)
+            d_out = tl.load(d_read + shown * (2 * C) + column, mask=(column >= 0) & (shown < C), other=0.0).to(
+                tl.float32
+            )
+            d_p += near[:, None] * first_row[None, :] + weight[:, None] * d_out[None, :]
+            done = tl.sum(tl.where((slot == s - (W - 1))[:, None], d_hat, 0.0), 0)
+            d_p += tl.where((age == W - 1)[:, None], done[None, :], 0.0)
+            inner = _window_gram(coupling, s, C, W, BW)
+            d_e = tl.where((age < W)[:, None], d_p, 0.0) + tl.sum(
+                inner[:, :, None] * d_R[:, None, :], 0
+            )  # over the gain
+            e = tl.load(shown_e + s * (BW * 2 * C) + window, mask=inside_window, other=0.0).to(tl.float32)
+            before = tl.load(shown_p + (s - 1) * (BW * 2 * C) + window, mask=inside_window & (s > W - 1), other=0.0).to(
+                tl.float32
+            )
+            down = tl.where((age[None, :] == age[:, None] + 1) & (age < W)[None, :], 1.0, 0.0)[:, :, None]
+            up = tl.where((age[:, None] == age[None, :] + 1) & (age < W)[:, None], 1.0, 0.0)[:, :, None]
+            p = kept * tl.sum(up * before[None, :, :], 1) + gain * e
+            R = tl.where((column[None, :] == s - age[:, None]) & (age < W)[:, None], 1.0, 0.0) - e
+            tl.store(part_gain + s * (2 * C) + column, tl.sum(d_e * e, 0))
+            d_p, d_R_older = tl.sum(down * d_p[None, :, :], 1), tl.sum(down * d_R[None, :, :], 1)
+            tl.store(part_kept + s * (2 * C) + column, tl.sum(d_p * before + d_R_older * R, 0))
+            seen = tl.where((age == 0)[:, None, None], p[None, :, :], (gain * e)[None, :, :])
+            at = index * C + s
+            tl.store(near_gram + at * (BW * BW) + age[:, None] * BW + age[None, :], tl.sum(d_R[:, None, :] * seen, 2))
+            tl.store(near_score + at * BW + age, tl.sum(d_out[None, :] * p, 1))
+            d_R = kept * d_R_older - gain * d_e
+            d_p = kept * d_p
+        tl.debug_barrier()
+        token = slot >= W - 1
+        tl.store(d_strength + index * C + slot, tl.where(token, tl.sum(tl.load(part_gain + wide), 1), 0.0))
+        _gain, since, until, _total = _gates(strength, upto, upto_low, index, WIDE, C)
+        d_step = tl.sum(tl.load(part_kept + wide), 1) * tl.exp((since - until).to(tl.float32))
+        tl.store(d_log_decay + index * C + slot, tl.where(token, d_step, 0.0))
+
+
+@triton.jit(do_not_specialize=FIXED)
+def coupling_kernel(
+    q, k, head, strength, upto, upto_low, d_responses, final, lead, near_gram, near_score, d_couplings, d_log_decay,
+    docs, chunk_doc, rows, T, NC,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BW: tl.constexpr,
+    SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """d_couplings `[M * H, 2, C, C]`: gradients of the Gram matrix, both orders of a pair added up, and of the scores."""
+    index = tl.program_id(0).to(tl.int64)
+    gram, scores, entering, reading, ending = _couplings(
+        q, k, head, strength, upto, upto_low, docs, chunk_doc, rows, index, T, NC,
+        H, K, C, BK, SHIFT, W, AFTER, PLAIN, MASKED, WORK, WIDE, PRECISION,
+    )  # fmt: skip
+    slot, column = tl.arange(0, C), tl.arange(0, 2 * C)
+    wide = slot[:, None] * (2 * C) + column[None, :]
+    behind = slot[:, None] - slot[None, :]
+    hat = tl.load(final + index * (2 * C * C) + wide)
+    first_rows = tl.load(lead + index * (2 * C * C) + wide)
+    d_write, d_read = d_responses + index * (4 * C * C), d_responses + index * (4 * C * C) + 2 * C * C
+    d_far = tl.where(behind >= W, tl.dot(first_rows, tl.trans(hat), input_precision=PRECISION), 0.0) * entering
+    d_far_t = tl.where(behind <= -W, tl.dot(hat, tl.trans(first_rows), input_precision=PRECISION), 0.0)
+    d_score = tl.dot(tl.load(d_read + wide), tl.trans(hat), input_precision=PRECISION) * reading
+    # every pair decays over the steps between: add exactly those
+    spans = tl.dot(tl.where(behind < 0, 1.0, 0.0), d_far * gram, input_precision=PRECISION)
+    crossed = behind <= 0 if AFTER else behind < 0
+    spans = tl.dot(tl.where(crossed, 1.0, 0.0), d_score * scores, spans, input_precision=PRECISION)
+    d_ending = tl.sum(tl.load(d_write + wide).to(tl.float32) * hat.to(tl.float32), 1) * ending
+    d_ending = tl.where(slot + W - 1 < C, d_ending, 0.0)
+    d_step = tl.sum(tl.where(behind >= W, spans + d_ending[None, :], 0.0), 1)
+    _gain, since, until, _total = _gates(strength, upto, upto_low, index, WIDE, C)
+    fresh = tl.sum(tl.where(column[None, :] == C + slot[:, None], first_rows.to(tl.float32), 0.0), 1) * tl.exp(
+        until.to(tl.float32)
+    )
+    d_step += tl.cumsum(fresh, 0, reverse=True) - fresh
+    d_step += tl.load(d_log_decay + index * C + slot)
+    tl.store(d_log_decay + index * C + slot, tl.where(slot >= W - 1, d_step, 0.0))
+
+    d_gram = d_far + d_far_t * tl.trans(entering)
+    near_gram, near_score = near_gram + index * (C * BW * BW), near_score + index * (C * BW)
+    for apart in tl.static_range(W):
+        both = tl.zeros([C], tl.float32)
+        for a in tl.static_range(W):
+            for b in tl.static_range(W):
+                # slots s + 1 - a and s - b; the older one is `slot`
+                if (b + 1 - a == apart or a - b - 1 == apart) and (a > 0 or b < W - 1):
+                    s = slot + max(a - 1, b)
+                    both += tl.load(near_gram + s * (BW * BW) + a * BW + b, mask=(s < C) & (s >= W - 1), other=0.0)
+        d_gram += tl.where(behind == apart, both[None, :], 0.0) + tl.where(behind == -apart, both[:, None], 0.0)
+    for a in tl.static_range(W - 1):
+        s = slot + a
+        own = tl.load(near_score + s * BW + a, mask=(s < C) & (s >= W - 1), other=0.0)
+        d_score += tl.where(behind == (a if AFTER else a + 1), own[None, :], 0.0)
+    at = d_couplings + index * (2 * C * C) + slot[:, None] * C + slot[None, :]
+    tl.store(at, d_gram.to(d_couplings.dtype.element_ty))
+    tl.store(at + C * C, d_score.to(d_couplings.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=FIXED)
+def window_gradient_kernel(
+    q, k, head, d_o, strength, upto, upto_low, residual_t, d_residual_t, borders_t, d_borders_t, d_couplings,
+    d_q, d_k, d_head, carry_k, d_log_decay, docs, chunk_doc, rows, T, NC,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a tile's queries and pair keys, and the rest of the log-decay's."""
+    index = tl.program_id(0).to(tl.int64)
+    c, h = index // H, index % H
+    row, valid, pairs, paired = _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, W, PLAIN, MASKED, C)
+    _row, _valid, targets, _paired = _rows(
+        d_k, d_head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, W, PLAIN, MASKED, C
+    )
+    slot = tl.arange(0, C)
+    own = _own_slots(docs, chunk_doc, c, T, NC, W, PLAIN, C)
+    targets = tl.where(own, targets, carry_k + (index * (W - 1) + slot) * K)
+    _gain, since, until, total = _gates(strength, upto, upto_low, index, WIDE, C)
+    outs = tl.exp((since if AFTER else until).to(tl.float32))
+    square = d_couplings + index * (2 * C * C)
+    d_gram = tl.load(square + slot[:, None] * C + slot[None, :])
+    d_score = tl.load(square + C * C + slot[:, None] * C + slot[None, :])
+    d_score_t = tl.load(square + C * C + slot[None, :] * C + slot[:, None])
+    d_read = tl.zeros([C], tl.float32)
+    d_kept = 0.0
+    for k0 in range(0, K, BK):
+        column = k0 + tl.arange(0, BK)
+        query = _load_rows(q + row * K, valid, k0, K, BK, WORK)
+        x = _load_rows(pairs, paired, k0, K, BK, WORK)
+        from_o = tl.zeros([C, BK], tl.float32)
+        d_x = tl.zeros([C, BK], tl.float32)
+        for v0 in range(0, V, BV):
+            S_t = _load_tile(borders_t, index, v0, k0, V, K, BV, BK)
+            dS_t = _load_tile(d_borders_t, index, v0, k0, V, K, BV, BK)
+            d_out = _load_rows(d_o + row * V, valid, v0, V, BV, WORK)
+            r_t = _load_tile(residual_t, index, v0, 0, V, C, BV, C)
+            d_r_t = _load_tile(d_residual_t, index, v0, 0, V, C, BV, C)
+            from_o = tl.dot(d_out, S_t, from_o, input_precision=PRECISION)
+            d_x = tl.dot(tl.trans(-d_r_t), S_t, d_x, input_precision=PRECISION)
+            d_x = tl.dot(tl.trans(r_t), dS_t, d_x, input_precision=PRECISION)
+            d_kept += tl.sum(S_t.to(tl.float32) * dS_t.to(tl.float32))
+        from_o = from_o * outs[:, None]
+        d_read += tl.sum(query.to(tl.float32) * from_o, 1)
+        from_o = tl.dot(d_score, x, from_o, input_precision=PRECISION)
+        tl.store(
+            d_q + row[:, None] * K + column[None, :],
+            from_o.to(d_q.dtype.element_ty),
+            mask=valid[:, None] & (column < K)[None, :],
+        )
+        d_x = tl.dot(d_score_t, query, d_x, input_precision=PRECISION)
+        d_x = tl.dot(d_gram, x, d_x, input_precision=PRECISION)
+        tl.store(
+            targets[:, None] + column[None, :],
+            d_x.to(d_k.dtype.element_ty),
+            mask=paired[:, None] & (column < K)[None, :],
+        )
+    d_step = tl.load(d_log_decay + index * C + slot) + d_kept * tl.exp(total.to(tl.float32))
+    d_step += tl.cumsum(d_read, 0, reverse=True) - (0.0 if AFTER else d_read)
+    tl.store(d_log_decay + index * C + slot, tl.where(slot >= W - 1, d_step, 0.0))
+
+
+@triton.jit(do_not_specialize=FIXED)
+def carry_kernel(
+    d_k, d_head, d_v, d_head_v, first, carry_k, carry_v, docs, chunk_doc, rows, T, NC,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BW: tl.constexpr,
+    SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add what a chunk found for the last pairs of the chunk before it."""
+    index = tl.program_id(0).to(tl.int64)
+    c, h = index // H, index % H
+    n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
+    slot = tl.arange(0, BW)
+    rank = i * (C - W + 1) - (W - 1) + slot
+    shared = (slot < W - 1) & (i > 0)
+    to, ok = key_pointers(d_k, d_head, rows, n, start, length, h, rank, H, K, W, SHIFT, MASKED)
+    column = tl.arange(0, BK)
+    where = (shared & ok)[:, None] & (column < K)[None, :]
+    extra = tl.load(carry_k + ((index * (W - 1) + slot) * K)[:, None] + column[None, :], mask=where, other=0.0)
+    total = tl.load(to[:, None] + column[None, :], mask=where, other=0.0).to(tl.float32) + extra.to(tl.float32)
+    tl.store(to[:, None] + column[None, :], total.to(d_k.dtype.element_ty), mask=where)
+    to, ok = value_pointers(d_v, d_head_v, rows, n, start, length, tl.load(first + n), h, rank, H, V, W, SHIFT, MASKED)
+    column = tl.arange(0, BV)
+    where = (shared & ok)[:, None] & (column < V)[None, :]
+    extra = tl.load(carry_v + ((index * (W - 1) + slot) * V)[:, None] + column[None, :], mask=where, other=0.0)
+    total = tl.load(to[:, None] + column[None, :], mask=where, other=0.0).to(tl.float32) + extra.to(tl.float32)
+    tl.store(to[:, None] + column[None, :], total.to(d_v.dtype.element_ty), mask=where)
+
+
+PROGRAMS = 264  # two for each multiprocessor of an H200; each goes over many chunks with the same scratch
+
+
+def window_forward(
+    q: Tensor,
+    k: Tensor,
+    head_x: Tensor,
+    v: Tensor,
+    head_v: Tensor,
+    first: Tensor,
+    strength: Tensor,
+    upto: Tensor,
+    upto_low: Tensor,
+    S: Tensor,
+    ranks: Ranks,
+    form: Form,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, new state, and the responses of every chunk `[M * H, 4, C, C]`; arguments as in `delta.delta_forward`."""
+    heads, M = q.shape[2], ranks.chunks * q.shape[2]
+    (K, V), C, work = (q.shape[3], v.shape[3]), CHUNK, work_dtype(q)
+    responses, from_S, residual_t, borders_t = (
+        q.new_empty(M, *size, dtype=work) for size in ((4, C, C), (C, K), (V, C), (V, K))
+    )
+    programs = min(PROGRAMS, M)
+    scratch = q.new_empty(programs, 4, C, C, dtype=torch.float32)
+    o, S_out = (torch.empty_like if ranks.rows is None else torch.zeros_like)(v), torch.empty_like(S)
+    gates = (strength, upto, upto_low)
+    with on_device(q):
+        settings = _settings("response", q, v, ranks, form)
+        response_kernel[(programs,)](
+            q,
+            k,
+            head_x,
+            *gates,
+            scratch=scratch,
+            responses=responses,
+            total=M,
+            BW=triton.next_power_of_2(form.window),
+            **settings,
+        )
+        settings = _settings("apply", q, v, ranks, form)
+        apply_kernel[(M,)](
+            k, head_x, v, head_v, first, responses=responses, from_S=from_S, from_v_t=residual_t, **settings
+        )
+        settings = _settings("scan", q, v, ranks, form)
+        scan_kernel[(triton.cdiv(V, settings["BV"]), ranks.documents * heads)](
+            k, head_x, S, S_out, *gates, from_S=from_S, residual_t=residual_t, borders_t=borders_t, **settings
+        )
+        settings = _settings("window_read", q, v, ranks, form)
+        window_read_kernel[(M, triton.cdiv(V, settings["BV"]))](
+            q, k, head_x, v, head_v, first, *gates, responses=responses, borders_t=borders_t, o=o, **settings
+        )
+    return o, S_out, responses
+
+
+def window_backward(
+    q: Tensor,
+    k: Tensor,
+    head_x: Tensor,
+    v: Tensor,
+    head_v: Tensor,
+    first: Tensor,
+    strength: Tensor,
+    upto: Tensor,
+    upto_low: Tensor,
+    S: Tensor,
+    responses: Tensor,
+    d_o: Tensor,
+    d_S_out: Tensor,
+    ranks: Ranks,
+    form: Form,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, head_x, v, head_v, strength, the log-decay of every token (`[M, H, C]`), and S."""
+    heads, M = q.shape[2], ranks.chunks * q.shape[2]
+    (K, V), C, work, shared = (q.shape[3], v.shape[3]), CHUNK, work_dtype(q), form.window - 1
+    from_S, to_r, residual_t, d_residual_t, d_o_t, borders_t, d_borders_t, d_responses, d_couplings = (
+        q.new_empty(M, *size, dtype=work)
+        for size in ((C, K), (C, K), (V, C), (V, C), (V, C), (V, K), (V, K), (4, C, C), (2, C, C))
+    )
+    d_q = (torch.empty_like if ranks.rows is None else torch.zeros_like)(q)
+    d_k, d_v, d_head_x, d_head_v = (torch.zeros_like(x) for x in (k, v, head_x, head_v))
+    carry_k, carry_v = q.new_empty(M, shared, K), v.new_empty(M, shared, V)
+    d_strength, d_log_decay = torch.empty_like(strength), torch.empty_like(upto)
+    S_again, d_S = torch.empty_like(S), torch.empty_like(S)
+    gates = (strength, upto, upto_low)
+    width = triton.next_power_of_2(form.window)
+    programs = min(PROGRAMS, M)
+    scratch = q.new_empty(programs, 6, C, C, dtype=torch.float32)
+    history = q.new_empty(programs, 2, C, width, 2 * C, dtype=work)
+    final, lead = q.new_empty(M, C, 2 * C, dtype=work), q.new_empty(M, C, 2 * C, dtype=work)
+    near_gram, near_score = strength.new_empty(M, C, width, width), strength.new_empty(M, C, width)
+    with on_device(q):
+        settings = _settings("apply", q, v, ranks, form)
+        window_transposed_kernel[(M,)](
+            k, head_x, v, head_v, first, d_o, *gates, responses=responses, from_S=from_S, from_v_t=residual_t, to_r=to_r,
+            from_o_t=d_residual_t, d_o_t=d_o_t, **settings,
+        )  # fmt: skip
+        settings = _settings("scans", q, v, ranks, form)
+        scans_kernel[(2 * triton.cdiv(V, settings["BV"]), ranks.documents * heads)](
+            q, k, head_x, S, S_again, d_S_out, d_S, *gates, from_S=from_S, residual_t=residual_t, to_r=to_r,
+            d_residual_t=d_residual_t, d_o_t=d_o_t, borders_t=borders_t, d_borders_t=d_borders_t, **settings,
+        )  # fmt: skip
+        settings = _settings("window_gradient", q, v, ranks, form)
+        window_product_kernel[(M,)](
+            k, head_x, v, head_v, first, d_o, responses=responses, d_responses=d_responses, borders_t=borders_t,
+            d_borders_t=d_borders_t, d_v=d_v, d_head_v=d_head_v, carry_v=carry_v, **settings,
+        )  # fmt: skip
+        settings = _settings("response", q, v, ranks, form)
+        left = {"final": final, "lead": lead, "near_gram": near_gram, "near_score": near_score, "BW": width}
+        response_backward_kernel[(programs,)](
+            q, k, head_x, *gates, scratch=scratch, history=history, d_responses=d_responses, d_strength=d_strength,
+            d_log_decay=d_log_decay, total=M, **left, **settings,
+        )  # fmt: skip
+        settings = _settings("coupling", q, v, ranks, form)
+        coupling_kernel[(M,)](
+            q,
+            k,
+            head_x,
+            *gates,
+            d_responses=d_responses,
+            d_couplings=d_couplings,
+            d_log_decay=d_log_decay,
+            **left,
+            **settings,
+        )
+        settings = _settings("window_gradient", q, v, ranks, form)
+        window_gradient_kernel[(M,)](
+            q, k, head_x, d_o, *gates, residual_t=residual_t, d_residual_t=d_residual_t, borders_t=borders_t,
+            d_borders_t=d_borders_t, d_couplings=d_couplings, d_q=d_q, d_k=d_k, d_head=d_head_x, carry_k=carry_k,
+            d_log_decay=d_log_decay, **settings,
+        )  # fmt: skip
+        settings = {**_settings("apply", q, v, ranks, form), "BK": block(K), "BV": block(V)}
+        carry_kernel[(M,)](d_k, d_head_x, d_v, d_head_v, first, carry_k, carry_v, BW=width, **settings)
+    return d_q, d_k, d_head_x, d_v, d_head_v, d_strength, d_log_decay, d_S
