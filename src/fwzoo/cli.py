@@ -1,6 +1,5 @@
 """The command `fwzoo`: its options, and how a complaint about them looks. What it does is in `fwzoo.commands`."""
 
-import math
 import os
 import sys
 from pathlib import Path
@@ -9,12 +8,16 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from fwzoo._version import __version__
+from fwzoo.commands.evaluate import ablate_app, eval_app
+from fwzoo.commands.options import number as _number
 
 app = typer.Typer(
     name="fwzoo",
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(eval_app)
+app.add_typer(ablate_app)
 
 # The base of every complaint about the command line: click's, from wherever this version of typer takes it.
 _UsageError: Any = typer.BadParameter.__mro__[1]
@@ -32,24 +35,6 @@ def main() -> NoReturn:
         print("fwzoo: interrupted", file=sys.stderr)
         sys.exit(130)
     sys.exit(code)
-
-
-def _number(help: str, kind: type, low: float = -math.inf, high: float = math.inf, above: float = -math.inf) -> Any:
-    """A number option, int or float, from `low` to `high` and greater than `above`."""
-    limits = [f"{low} or more"] * (low > -math.inf) + [f"more than {above}"] * (above > -math.inf)
-    limits += [f"at most {high}"] * (high < math.inf)
-    allowed = f"{'a whole number' if kind is int else 'a number'}, {' and '.join(limits)}"
-
-    def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not (math.isfinite(value) and low <= value <= high and value > above):
-            raise typer.BadParameter(f"{str(text)!r} is not allowed; allowed is {allowed}.")
-        return value
-
-    return typer.Option(help=help, parser=parse, metavar=kind.__name__.upper())
 
 
 def _print_version(wanted: bool) -> None:

@@ -346,3 +346,27 @@ def test_a_compiled_model_equals_eager() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager")(tokens, use_cache=False).logits
     assert error(compiled, model(tokens, use_cache=False).logits) < 1e-6
+
+
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("activation", ["sigmoid", "identity", "none"])
+def test_what_is_read_and_the_value_are_mixed_as_the_options_say(activation: str, residual: bool) -> None:
+    torch.manual_seed(0)
+    config = fwzoo.FwpkmConfig.tiny(gate_activation=activation, value_residual=residual, initializer_range=0.2)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    (memory,) = (m for m in model.modules() if isinstance(m, FastMemory))
+    seen: dict[str, Tensor] = {}
+    remember = memory.remember
+
+    def keep(q: Tensor, v: Tensor, gate: Tensor, past: Any, **options: Any) -> Any:
+        read, state = remember(q, v, gate, past, **options)
+        seen.update(v=v, g=gate[..., None], read=read)
+        return read, state
+
+    memory.remember = keep  # type: ignore[method-assign]
+    hidden = torch.randn(2, 20, config.hidden_size)
+    out = memory(hidden)
+    rest = 1.0 if activation == "none" else 1 - seen["g"]
+    mixed = seen["g"] * seen["read"] + (rest * seen["v"] if residual else 0)
+    assert error(out, memory.o_proj(memory.o_norm(mixed))) < 1e-6
+    assert (seen["g"] == 1).all() == (activation == "none") and (memory.g_proj is None) == (activation == "none")

@@ -182,7 +182,8 @@ def memory_report(model: Any, input_ids: Tensor) -> MemoryReport:
         return hook
 
     fast = {i: memory for i, memory in memories.items() if isinstance(memory, FastMemory)}
-    hooks = [memory.g_proj.register_forward_hook(keep(i, model.config.gate_activation)) for i, memory in fast.items()]
+    gated = {i: memory.g_proj for i, memory in fast.items() if memory.g_proj is not None}
+    hooks = [proj.register_forward_hook(keep(i, model.config.gate_activation)) for i, proj in gated.items()]
     training = model.training
     try:
         with watch() as reads:

@@ -30,7 +30,9 @@ class FastMemoryConfig(MemoryFamilyConfig):
 
     Args:
         memory_value_dim: size V of a value. memory_chunk_size: tokens between updates.
-        gate_activation: "sigmoid" or "identity", of the gate between what was read and the value of the token.
+        gate_activation: "sigmoid" or "identity", of the gate between what was read and the value of the token; "none": both
+            are added as they are, and every token writes with weight 1.
+        value_residual: mix in the value of the token (otherwise what was read, times the gate, is all).
         lookahead: a token's target is the next token's value (otherwise its own).
         normalize_targets: z-score the targets over features.
         training_scope: "batch": one memory for all rows of a training batch, as published; "sequence": one for each.
@@ -44,6 +46,7 @@ class FastMemoryConfig(MemoryFamilyConfig):
     memory_value_dim: int = 512
     memory_chunk_size: int = 512
     gate_activation: str = "sigmoid"
+    value_residual: bool = True
     lookahead: bool = True
     normalize_targets: bool = True
     training_scope: str = "batch"
@@ -54,9 +57,9 @@ class FastMemoryConfig(MemoryFamilyConfig):
         MemoryFamilyConfig.check_options(config)
         config._check_int("memory_value_dim", 1)
         config._check_int("memory_chunk_size", 1)
-        config._check_choice("gate_activation", ("sigmoid", "identity"))
+        config._check_choice("gate_activation", ("sigmoid", "identity", "none"))
         config._check_choice("training_scope", ("batch", "sequence"))
-        for name in ("lookahead", "normalize_targets", "carry_fast_weights"):
+        for name in ("value_residual", "lookahead", "normalize_targets", "carry_fast_weights"):
             config._check_choice(name, (True, False))
         if config.carry_fast_weights and config.training_scope != "batch":
             raise ValueError(

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 Body = Callable[..., tuple[Tensor, Tensor]]
 
 TOKENS = 16384  # tokens times heads in a segment: enough work for every thread, little enough to keep between passes
+CUDA_TOKENS = 1 << 20  # the same on a GPU, where a segment costs as many launches however short it is
 
 
 def scan_segments(
@@ -28,8 +29,9 @@ def scan_segments(
     Returns: output `[M * H, ...]` and the final state.
     """
     segments: list[list[int]] = [[]]
+    tokens = CUDA_TOKENS if S.device.type == "cuda" else TOKENS
     for n in steps:
-        if segments[-1] and (sum(segments[-1]) + n) * heads * chunk > TOKENS:
+        if segments[-1] and (sum(segments[-1]) + n) * heads * chunk > tokens:
             segments.append([])
         segments[-1].append(n)
     if len(segments) == 1:

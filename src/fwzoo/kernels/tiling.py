@@ -66,10 +66,15 @@ class Tiling:
         self._sorted = by_size == list(range(self.documents))
         chunks = [-(-sizes[n] // chunk) for n in by_size]
         self.steps = [sum(c > step for c in chunks) for step in range(chunks[0] if chunks else 0)]
-        self._order = torch.tensor(by_size, device=device)
-        self._rank = torch.argsort(self._order)
-        self._offsets = torch.tensor([0, *self.steps], device=device).cumsum(0)
-        self.lengths = torch.tensor([sizes[n] for n in by_size], device=device)
+        if self.dense:  # made where they live: nothing is copied from the host, so a CUDA graph can capture it
+            self._order = self._rank = torch.arange(batch, device=device)
+            self._offsets = torch.arange(len(self.steps) + 1, device=device) * batch
+            self.lengths = torch.full((batch,), tokens, device=device)
+        else:
+            self._order = torch.tensor(by_size, device=device)
+            self._rank = torch.argsort(self._order)
+            self._offsets = torch.tensor([0, *self.steps], device=device).cumsum(0)
+            self.lengths = torch.tensor([sizes[n] for n in by_size], device=device)
         self._previous = torch.cat(
             [torch.arange(n, device=device) + o for n, o in zip(self.steps[1:], self._starts(), strict=False)]
             or [self._order[:0]]
@@ -128,7 +133,10 @@ class Tiling:
 
     def positions(self) -> Tensor:
         """int64 `[M, C]`: number of real tokens of the document before each slot."""
-        step = torch.repeat_interleave(torch.tensor(self.steps, device=self.device))
+        if self.dense:
+            step = torch.arange(len(self.steps), device=self.device).repeat_interleave(self.batch)
+        else:
+            step = torch.repeat_interleave(torch.tensor(self.steps, device=self.device))
         return step[:, None] * self.chunk + torch.arange(self.chunk, device=self.device)
 
     def per_tile(self, x: Tensor) -> Tensor:

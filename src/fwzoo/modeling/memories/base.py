@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..blocks import at_least_float32
+
 _generating: ContextVar[bool] = ContextVar("fwzoo_generating", default=False)
 
 
@@ -76,10 +78,12 @@ class FastMemory(StagedBuffers):
         super().__init__()
         self.config, self.layer_index = config, layer_index
         width, values, eps = config.hidden_size, config.memory_value_dim, config.norm_eps
-        self.q_norm, self.v_norm, self.g_norm = (nn.RMSNorm(width, eps=eps) for _ in range(3))
+        self.gated = config.gate_activation != "none"
+        self.q_norm, self.v_norm = (nn.RMSNorm(width, eps=eps) for _ in range(2))
         self.q_proj = nn.Linear(width, queries, bias=False)
         self.v_proj = nn.Linear(width, values, bias=False)
-        self.g_proj = nn.Linear(width, 1, bias=False)
+        self.g_norm = nn.RMSNorm(width, eps=eps) if self.gated else None
+        self.g_proj = nn.Linear(width, 1, bias=False) if self.gated else None
         self.o_norm = nn.RMSNorm(values, eps=eps)
         self.o_proj = nn.Linear(values, width, bias=False)
 
@@ -100,13 +104,18 @@ class FastMemory(StagedBuffers):
         if self.carries:
             self.stage(**self.carried(self.flush(state)))
         g = gate[..., None]
-        return self.o_proj(self.o_norm((g * v_hat + (1 - g) * v).to(v.dtype)))
+        mixed = g * v_hat
+        if self.config.value_residual:
+            mixed = mixed + ((1 - g) * v if self.gated else v)
+        return self.o_proj(self.o_norm(mixed.to(v.dtype)))
 
     def _gate(self, hidden: Tensor) -> Tensor:
         """`[B, T]`, float32 or wider."""
-        gate = self.g_proj(self.g_norm(hidden)).squeeze(-1)
-        if gate.dtype in (torch.float16, torch.bfloat16):
-            gate = gate.float()
+        if self.g_norm is None or self.g_proj is None:
+            return torch.ones(
+                hidden.shape[:2], device=hidden.device, dtype=torch.promote_types(hidden.dtype, torch.float32)
+            )
+        gate = at_least_float32(self.g_proj(self.g_norm(hidden)).squeeze(-1))
         return gate.sigmoid() if self.config.gate_activation == "sigmoid" else gate
 
     def health(self, hidden: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:

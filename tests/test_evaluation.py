@@ -1,0 +1,470 @@
+"""The experiments of `fwzoo eval` and `fwzoo ablate`: what they draw, what they measure, that they learn, and that they go on."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from transformers import AutoModelForCausalLM, ByT5Tokenizer
+
+import fwzoo
+from fwzoo import cli
+from fwzoo.evaluation import addition, niah, perplexity, recall
+from fwzoo.evaluation.experiment import Experiment, matched, parameters_of, prepare
+from fwzoo.evaluation.training import IGNORED, Interrupted, Schedule, Step, train
+from fwzoo.training.sample_text import pydoc_topics
+
+TINY = addition.Settings(
+    digits=2, test_digits=3, hidden_size=32, layers=1, heads=2, steps=6, batch_size=8, problems=8, generate_every=2
+)
+
+
+@pytest.fixture
+def text() -> np.ndarray:
+    joined = "\n".join(pydoc_topics().train[:20]).encode()
+    return np.frombuffer(joined, dtype=np.uint8).astype(np.int64) + 3
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Path:
+    path = tmp_path / "book.txt"
+    path.write_text("\n".join(pydoc_topics().train[:20]), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs a command line in this process; returns its exit code, standard output and standard error."""
+
+    def command(*arguments: Any) -> tuple[Any, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fwzoo", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        out, err = capsys.readouterr()
+        return stop.value.code or 0, out, err
+
+    monkeypatch.setenv("COLUMNS", "200")
+    return command
+
+
+# --- addition ---
+
+
+def test_problems_are_sums() -> None:
+    ids, answer = addition.problems(np.arange(1, 33).repeat(4), np.random.default_rng(0))
+    for row, mask, n in zip(ids.tolist(), answer.tolist(), np.arange(1, 33).repeat(4).tolist(), strict=True):
+        shown = "".join("0123456789+= "[token] for token in row).rstrip()
+        left, total = shown.split("=")
+        a, b = left.split("+")
+        assert len(a) == len(b) == n and len(total) == n + 1
+        assert int(a[::-1]) + int(b[::-1]) == int(total[::-1])
+        assert [i for i, wanted in enumerate(mask) if wanted] == list(range(2 * n + 2, 3 * n + 3))
+
+
+def test_training_batches_are_drawn_again_and_predict_the_sum_only() -> None:
+    (ids, labels), (again, _) = (addition.training_batch(3, 64, 5, 7) for _ in range(2))
+    assert torch.equal(ids, again) and not torch.equal(ids, addition.training_batch(4, 64, 5, 7)[0])
+    assert ids.shape == (64, 18)
+    for row, label in zip(ids, labels, strict=True):
+        begin = (row == addition.EQUALS).nonzero().item() + 1
+        wanted = (row != addition.PADDING) & (torch.arange(18) >= begin)
+        assert torch.equal(label, torch.where(wanted, row, IGNORED))
+    assert set((labels != IGNORED).sum(1).tolist()) == {2, 3, 4, 5, 6}
+
+
+@pytest.mark.slow
+def test_addition_is_learned_in_a_reduced_form(tmp_path: Path) -> None:
+    settings = addition.Settings(
+        digits=2, test_digits=3, hidden_size=64, layers=2, heads=4, steps=500, batch_size=64, lr=5e-3, problems=64
+    )
+    summary = addition.run(tmp_path, "addition", addition.variants(["falcon3a"]), settings, [0], Console())
+    assert summary["falcon3a"]["in_distribution"][0] >= 0.98
+    assert summary["falcon3a"]["longer"][0] < summary["falcon3a"]["in_distribution"][0]
+
+
+def test_models_are_matched() -> None:
+    settings = addition.Settings()
+    models = addition.variants(addition.ARCHITECTURES)
+    target = parameters_of(models["full_attention"].config(settings))
+    for model in models.values():
+        config = matched(lambda size, m=model: m.config(settings, size), target)
+        assert abs(parameters_of(config) / target - 1) <= 0.02
+    with pytest.raises(ValueError, match="cannot be matched within 2 %"):
+        matched(lambda size: models["falcon1"].config(settings, size), 1000)
+
+
+def test_the_ablation_has_four_models() -> None:
+    fields = [(m.fields["timing"], m.fields["pairing"]) for m in addition.ablation("falcon1").values()]
+    assert len(set(fields)) == 4
+    configs = [m.config(TINY) for m in addition.ablation("falcon1").values()]
+    assert {c.mixers[0] for c in configs} == {"falcon1"} and {c.timing for c in configs} == {
+        "read_after_write",
+        "read_before_write",
+    }
+
+
+# --- training ---
+
+
+def small() -> Any:
+    torch.manual_seed(0)
+    return prepare(AutoModelForCausalLM.from_config(addition.variants(["falcon1a"])["falcon1a"].config(TINY)))
+
+
+def test_interrupted_training_goes_on_exactly(tmp_path: Path) -> None:
+    schedule = Schedule(steps=20, batch_size=8, lr=1e-2, warmup=2, save_every=1e9)
+
+    def draw(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return addition.training_batch(step, 8, 2, 0)
+
+    whole, cut = small(), small()
+    curve = train(whole, draw, schedule, tmp_path / "whole.pt")
+    steps = iter([False] * 12)
+    with pytest.raises(Interrupted):
+        train(cut, draw, schedule, tmp_path / "cut.pt", stop=lambda: next(steps, True))
+    with torch.no_grad():
+        for parameter in cut.parameters():
+            parameter.zero_()  # the checkpoint holds all there is
+    again = train(cut, draw, schedule, tmp_path / "cut.pt")
+    assert len(curve) == 10 and curve[-1] < curve[0]
+    assert again == pytest.approx(curve, abs=1e-6)
+    for a, b in zip(whole.parameters(), cut.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_the_learning_rate_rises_and_falls() -> None:
+    rates = [Schedule(steps=100, batch_size=1, lr=1.0, warmup=10).lr_at(step) for step in range(100)]
+    assert rates[0] < 0.1 and max(rates) == pytest.approx(1.0, abs=0.01) and rates[-1] == pytest.approx(0.01, abs=0.01)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "layout", ["full_attention", "sliding_attention", "gated_delta", "falcon1", "falcon1a", "falcon3a"]
+)
+def test_a_captured_step_is_the_step(layout: str) -> None:
+    losses = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(addition.variants([layout])[layout].config(TINY)).cuda().train()
+        step = Step(model, Schedule(steps=12, batch_size=8, lr=1e-3))
+        found = []
+        for number in range(12):
+            step.put(*addition.training_batch(number, 8, 2, 0), 1e-3)
+            if captured and number == 3:
+                assert step.capture()
+            step.run()
+            found.append(step.loss.item())
+        losses.append(found)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+# --- results on disk ---
+
+
+def test_results_are_kept_and_belong_to_their_settings(tmp_path: Path) -> None:
+    out, calls = tmp_path / "out", []
+    with Experiment(out, "one", {"steps": 1}) as experiment:
+        assert experiment.piece("a", lambda: calls.append(1) or [1]) == [1]
+        experiment.interrupt.requested = True
+        with pytest.raises(Interrupted):
+            experiment.piece("b", lambda: 2)
+    with Experiment(out, "one", {"steps": 1}) as experiment:
+        assert experiment.piece("a", lambda: calls.append(1) or [2]) == [1] and len(calls) == 1
+        assert experiment.piece("b", lambda: 2) == 2
+    with pytest.raises(ValueError, match="steps = 1, not 2; give the same value or another folder"):
+        Experiment(out, "one", {"steps": 2})
+    with pytest.raises(ValueError, match="results of 'one'; give another folder for 'two'"):
+        Experiment(out, "two", {"steps": 1})
+    (out / "results.json").write_text("{")
+    with pytest.raises(ValueError, match="holds no results"):
+        Experiment(out, "one", {"steps": 1})
+
+
+# --- recall ---
+
+
+def test_recall_rows_ask_for_their_own_pairs() -> None:
+    rng = np.random.default_rng(0)
+    pairs = np.array([1, 3, 8, 8])
+    ids, labels = recall.draw(pairs, 8, 6, 20, rng)
+    assert ids.shape == labels.shape == (4, 2 * 8 + recall.GAP + 12)
+    for row, label, n in zip(ids.tolist(), labels.tolist(), pairs.tolist(), strict=True):
+        read = row[:16]
+        assert read[: 16 - 2 * n] == [recall.FILLER] * (16 - 2 * n)
+        known = dict(zip(read[16 - 2 * n :: 2], read[17 - 2 * n :: 2], strict=True))
+        assert len(known) == n and all(1 <= k <= 20 < v <= 40 for k, v in known.items())
+        asked = row[16 + recall.GAP :]
+        assert all(known[k] == v for k, v in zip(asked[::2], asked[1::2], strict=True))
+        assert len(set(asked[::2])) == min(n, 6)
+        places = [i for i, x in enumerate(label) if x != IGNORED]
+        assert places == list(range(17 + recall.GAP, len(row), 2)) and all(label[i] == row[i] for i in places)
+
+
+@pytest.mark.parametrize("layout", ["gated_delta", "falcon3", "lact", "sliding_attention", "sliding_attention+fwpkm@1"])
+def test_states_have_the_bytes_asked_for(layout: str) -> None:
+    settings = recall.Settings(state_bytes=24_000, pairs=8, test_pairs=(8, 16), symbols=32, hidden_size=32)
+    size, extra, held = recall.at_state_bytes(layout, settings)
+    config = recall.config_of(layout, settings, size, extra)
+    assert held == recall.bytes_held(config, settings.tokens)
+    assert 0.9 * settings.state_bytes <= held <= settings.state_bytes
+
+
+def test_a_state_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="state_bytes is 100; 'falcon1' needs at least"):
+        recall.at_state_bytes("falcon1", recall.Settings(state_bytes=100, hidden_size=32))
+
+
+# --- needles ---
+
+
+def test_rows_hide_needles_and_ask_for_them(text: np.ndarray) -> None:
+    marks = niah.symbols(ByT5Tokenizer())
+    training = niah.Training(length=300, needles=10, gap=40, text_share=0.25, batch_size=2)
+    ids, labels = training.batch(5, text, marks, 0)
+    assert ids.shape == labels.shape == (2, 300) and torch.equal(ids, training.batch(5, text, marks, 0)[0])
+    for row, label in zip(ids.numpy(), labels.numpy(), strict=True):
+        asked = row[-20:].reshape(10, 2)
+        body = row[:-20]
+        assert np.isin(body[-40:], marks).sum() == 0
+        at = np.flatnonzero(np.isin(body, marks[:62]))
+        assert {tuple(body[i : i + 2]) for i in at} == {tuple(pair) for pair in asked} and len(at) == 10
+        assert (label[-20:].reshape(10, 2)[:, 0] == IGNORED).all() and (label[-19::2] == row[-19::2]).all()
+        predicted = label[:-20] != IGNORED
+        assert 0.1 < predicted.mean() < 0.4 and not np.isin(body[predicted], marks).any()
+
+
+def test_haystacks_have_a_needle_at_every_depth(text: np.ndarray) -> None:
+    marks = niah.symbols(ByT5Tokenizer())
+    ids, pairs = niah.haystack(text, marks, 200, 5, np.random.default_rng(0))
+    at = np.flatnonzero(np.isin(ids, pairs[:, 0]))
+    assert len(ids) == 200 and ids[at].tolist() == pairs[:, 0].tolist() and ids[at + 1].tolist() == pairs[:, 1].tolist()
+    assert at[0] == 0 and at[-1] >= 195 and np.ptp(np.diff(at)) <= 1
+    with pytest.raises(ValueError, match=r"a haystack of .* needs"):
+        niah.haystack(text, marks, len(text) + 100, 5, np.random.default_rng(0))
+
+
+class Oracle:
+    """Stands for a model and its cache: remembers the haystacks `[B, T]`, and finds a needle from its second reading on."""
+
+    device, config = torch.device("cpu"), fwzoo.FwpkmConfig.tiny()
+
+    def __init__(self, ids: torch.Tensor | None = None, passes: int = 0) -> None:
+        self.ids, self.passes, self.nbytes = ids, passes, 8
+
+    def eval(self) -> Oracle:
+        return self
+
+    def memorize(self, ids: torch.Tensor, cache: Oracle | None, piece_size: int) -> Oracle:
+        return Oracle(ids, 1 if cache is None else cache.passes + 1)
+
+    def batch_repeat_interleave(self, times: int) -> None:
+        assert self.ids is not None
+        self.ids = self.ids.repeat_interleave(times, 0)
+
+    def __call__(self, rows: torch.Tensor, logits_to_keep: int, **cache: Any) -> Any:
+        (held,) = (x for x in cache.values() if isinstance(x, Oracle))
+        assert held.ids is not None and rows.shape[1] == logits_to_keep == 1
+        place = (held.ids == rows).long().argmax(1)
+        found = held.ids.gather(1, place[:, None] + (1 if held.passes > 1 else 0))
+        return SimpleNamespace(logits=F.one_hot(found, 384).float())
+
+
+def test_needles_are_counted_by_reading_and_depth(text: np.ndarray, tmp_path: Path) -> None:
+    settings = niah.Settings(lengths=(100, 200), depths=4, passes=3, samples=5, batch_size=2)
+    summary = niah.run(tmp_path, "oracle", Mover(), ByT5Tokenizer(), text, settings, Console())
+    assert summary["writing"] == {"100": [0.0, 1.0, 1.0], "200": [0.0, 1.0, 1.0]}
+    assert (tmp_path / "niah.png").exists()
+
+
+class Mover(Oracle):
+    config = SimpleNamespace(feed_forwards=["mlp"], to_dict=dict)  # type: ignore[assignment]
+
+    def to(self, device: Any) -> Mover:
+        return self
+
+
+def test_frozen_updates_find_nothing_that_was_only_read(text: np.ndarray, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = fwzoo.FwpkmForCausalLM(fwzoo.FwpkmConfig.tiny(mixers=["sliding_attention"] * 2, attention_window=2))
+    settings = niah.Settings(lengths=(64,), depths=4, passes=2, samples=2, batch_size=2, piece=16)
+    niah.run(tmp_path, "tiny", model, ByT5Tokenizer(), text, settings, Console())
+    held = json.loads((tmp_path / "results.json").read_text())["pieces"]
+    assert model.config.value_lr == model.config.key_lr == 1.0
+    assert set(held) == {"writing 64", "frozen 64"}
+
+
+# --- perplexity ---
+
+
+def hybrid() -> Any:
+    torch.manual_seed(0)
+    config = fwzoo.FwzooConfig.from_layout(
+        "falcon1,sliding_attention",
+        vocab_size=384,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        attention_window=5,
+        initializer_range=0.2,
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@torch.no_grad()
+def cost_of(model: Any, ids: torch.Tensor) -> np.ndarray:
+    logits = model(ids[None], use_cache=False).logits[0, :-1]
+    return F.cross_entropy(logits, ids[1:], reduction="none").double().numpy()
+
+
+def test_every_reading_costs_what_it_says(text: np.ndarray, tmp_path: Path) -> None:
+    model, ids, w = hybrid(), torch.from_numpy(text[:100]), 16
+    settings = perplexity.Settings(window=w, batch_size=4)
+    perplexity.run(tmp_path, "hybrid", model, ids, settings, Console())
+    found = {m: piece["windows"] for m, piece in json.loads((tmp_path / "results.json").read_text())["pieces"].items()}
+    full = cost_of(model, ids[:96])
+    for k in range(6):
+        begin, end = k * w, (k + 1) * w
+        alone = cost_of(model, ids[begin:end])
+        assert found["carried"][k] == pytest.approx(full[begin : end - 1].mean(), abs=1e-4)
+        assert found["reset"][k] == pytest.approx(alone.mean(), abs=1e-4)
+        if k:
+            first = cost_of(model, ids[begin - w // 2 : end - w // 2])[w // 2 :]
+            both = np.concatenate([first, alone[w // 2 - 1 :]])
+            assert found["sliding"][k] == pytest.approx(both.mean(), abs=1e-4)
+    assert abs(np.mean(found["carried"]) - np.mean(found["reset"])) > 1e-3
+    assert (tmp_path / "perplexity.png").exists()
+
+
+def test_an_interrupted_reading_goes_on(text: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids, settings = hybrid(), torch.from_numpy(text[:200]), perplexity.Settings(window=16, batch_size=2)
+    whole = perplexity.run(tmp_path / "whole", "hybrid", model, ids, settings, Console())
+    windows, calls = perplexity._windows, iter(range(5))
+
+    def stopping(*arguments: Any) -> torch.Tensor:
+        if next(calls, None) is None:
+            os.kill(os.getpid(), signal.SIGINT)
+        return windows(*arguments)
+
+    monkeypatch.setattr(perplexity, "_windows", stopping)
+    with pytest.raises(Interrupted):
+        perplexity.run(tmp_path / "cut", "hybrid", model, ids, settings, Console())
+    assert (tmp_path / "cut" / "carried.pt").exists()
+    monkeypatch.setattr(perplexity, "_windows", windows)
+    cut = perplexity.run(tmp_path / "cut", "hybrid", model, ids, settings, Console())
+    assert cut["perplexity"] == pytest.approx(whole["perplexity"], rel=1e-5)
+
+
+def test_the_interval_holds_the_mean() -> None:
+    drawn = np.random.default_rng(0).normal(0.3, 1, 400)
+    mean, low, high = perplexity.gap(drawn)
+    assert low < mean < high and high - low == pytest.approx(2 * 1.96 / math.sqrt(400), rel=0.15)
+
+
+# --- the commands ---
+
+
+def test_eval_addition_goes_on_and_refuses_other_settings(run: Any, tmp_path: Path) -> None:
+    options = ["--layouts", "falcon1a; full_attention", "--digits", 2, "--test-digits", 3, "--hidden-size", 32]
+    options += ["--layers", 1, "--heads", 2, "--batch-size", 8, "--problems", 8, "--out", tmp_path / "out"]
+    code, out, _ = run("eval", "addition", *options, "--steps", 4)
+    assert code == 0 and "falcon1a" in out and "full_attention" in out
+    results = tmp_path / "out" / "results.json"
+    first = json.loads(results.read_text())
+    assert first["versions"]["torch"] == torch.__version__ and (tmp_path / "out" / "addition.png").exists()
+    assert run("eval", "addition", *options, "--steps", 4, "--seeds", 2)[0] == 0
+    second = json.loads(results.read_text())["pieces"]
+    assert second["falcon1a seed 0"] == first["pieces"]["falcon1a seed 0"] and "falcon1a seed 1" in second
+    code, _, err = run("eval", "addition", *options, "--steps", 5)
+    assert code == 2 and "steps = 4, not 5" in err
+
+
+def test_ablate_falcon(run: Any, tmp_path: Path) -> None:
+    options = ["--digits", 2, "--test-digits", 3, "--hidden-size", 16, "--layers", 1, "--heads", 2, "--steps", 2]
+    options += ["--batch-size", 4, "--problems", 4, "--seeds", 1, "--out", tmp_path / "out"]
+    code, out, _ = run("ablate", "falcon", *options)
+    assert code == 0 and out.count("same_step") >= 2
+
+
+def test_eval_recall(run: Any, tmp_path: Path) -> None:
+    options = [
+        "--layouts",
+        "falcon1; sliding_attention+fwmlp@1",
+        "--state-bytes",
+        20_000,
+        "--pairs",
+        4,
+        "--symbols",
+        16,
+    ]
+    options += ["--test-pairs", "2,8", "--hidden-size", 32, "--steps", 2, "--batch-size", 4, "--out", tmp_path / "out"]
+    code, out, _ = run("eval", "recall", *options)
+    assert code == 0 and "fwmlp" in out and (tmp_path / "out" / "recall.png").exists()
+
+
+def test_eval_niah_and_ppl(run: Any, tmp_path: Path, book: Path) -> None:
+    options = ["--text", book, "--train", book, "--lengths", "64,128", "--depths", 4, "--passes", 2, "--samples", 2]
+    options += ["--train-length", 64, "--needles", 4, "--hidden-size", 16, "--subkeys", 16, "--chunk-size", 16]
+    code, out, err = run("eval", "niah", *options, "--steps", 2, "--out", tmp_path / "niah")
+    assert code == 0 and "frozen" in out, err
+    model = tmp_path / "niah" / "model"
+    code, out, _ = run(
+        "eval", "niah", model, "--text", book, "--lengths", 64, "--depths", 4, "--out", tmp_path / "again"
+    )
+    assert code == 0
+    code, out, _ = run("eval", "ppl", model, "--text", book, "--window", 32, "--tokens", 200, "--out", tmp_path / "ppl")
+    assert code == 0 and "carried" in out and "reset" in out and "sliding" in out
+
+
+def test_ablate_fwpkm(run: Any, tmp_path: Path, book: Path) -> None:
+    options = [
+        "--text",
+        book,
+        "--length",
+        128,
+        "--passes",
+        2,
+        "--train-length",
+        64,
+        "--needles",
+        4,
+        "--hidden-size",
+        16,
+    ]
+    options += ["--subkeys", 16, "--chunk-size", 16, "--steps", 1, "--batch-size", 2, "--out", tmp_path / "out"]
+    code, out, err = run("ablate", "fwpkm", *options)
+    assert code == 0, err
+    assert "no lookahead" in out and "no gate" in out and (tmp_path / "out" / "ablation.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["eval", "addition", "--layouts", "falcon9"], "did you mean"),
+        (["eval", "addition", "--digits", 4, "--test-digits", 4], "--test-digits: 4 is not allowed"),
+        (["eval", "addition", "--steps", "many"], "'many' is not allowed; allowed is a whole number"),
+        (["eval", "recall", "--pairs", 300], "--symbols: 256 is not allowed"),
+        (["eval", "recall", "--test-pairs", "4,x"], "'4,x' is not allowed"),
+        (["eval", "recall", "--layouts", "falcon1", "--state-bytes", 5], "state_bytes is 5; 'falcon1' needs at least"),
+        (["eval", "niah", "--text", "no.txt"], "give a model, or text to train one on (--train)"),
+        (["eval", "niah", "--text", "no.txt", "--train", "no.txt"], "'no.txt' does not exist"),
+        (["eval", "niah", "no/such/model", "--text", "no.txt"], "'no/such/model' is not a model folder"),
+        (["eval", "ppl", "no/such/model", "--text", "no.txt"], "'no/such/model' is not a model folder"),
+        (["ablate", "fwpkm", "--text", "no.txt"], "'no.txt' does not exist"),
+        (["ablate", "fwpkm", "--text", "no.txt", "--train-length", 64], "--needles: 48 do not fit"),
+        (["ablate", "falcon", "--layout", "falcon9"], "did you mean"),
+    ],
+)
+def test_bad_input_is_one_sentence(run: Any, tmp_path: Path, arguments: list[Any], message: str) -> None:
+    code, _, err = run(*arguments, "--out", tmp_path / "out")
+    assert code == 2 and message in err and err.count("\n") == 1 and "Traceback" not in err
