@@ -173,8 +173,12 @@ def few_tokens(tensors: Sequence[Tensor | None], mask: Tensor | None, bounds: li
     """Whether these inputs are a few tokens that need no backward pass (with a mask, one token)."""
     if bounds is not None or tensors[0] is None or torch.compiler.is_compiling():
         return False
-    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    return not wanted and 1 <= tensors[0].shape[1] <= (MOST_TOKENS if mask is None else 1)
+    return not needs_backward(tensors) and 1 <= tensors[0].shape[1] <= (MOST_TOKENS if mask is None else 1)
+
+
+def needs_backward(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether a gradient of a result of these tensors may be asked for."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def _without_autocast(run: Callable[..., Any], q: Tensor, *arguments: Any) -> Any:

@@ -130,30 +130,28 @@ def _upper(to, since, STRICT: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _merged(inverse, M, SMALL: tl.constexpr, LARGE: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr):
-    """Inverse of the blocks of LARGE rows of I + M, from that of its blocks of SMALL rows; LARGE is SMALL times 4."""
-    slot = tl.arange(0, C)
-    apart = slot[:, None] // SMALL > slot[None, :] // SMALL
-    together = slot[:, None] // LARGE == slot[None, :] // LARGE
-    coupling = tl.where(apart & together, M, 0.0)
-    if SMALL > 1:
-        coupling = tl.dot(inverse, coupling, input_precision=PRECISION)
-    squared = tl.dot(coupling, coupling, input_precision=PRECISION)  # the fourth power of coupling is 0
-    if SMALL > 1:
-        inverse = tl.dot(squared, inverse, inverse, input_precision=PRECISION)
-    else:
-        inverse += squared
-    return inverse - tl.dot(coupling, inverse, input_precision=PRECISION)
-
-
-@triton.jit
 def _unit_lower_inverse(M, C: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + M)^-1 for strictly lower triangular M `[64, 64]`, by blocks of 4, 16 and 64 rows: no long alternating sums."""
-    slot = tl.arange(0, C)
-    unit = tl.where(slot[:, None] == slot[None, :], 1.0, 0.0)
-    inverse = _merged(unit, M, 1, 4, C, PRECISION)
-    inverse = _merged(inverse, M, 4, 16, C, PRECISION)
-    return _merged(inverse, M, 16, 64, C, PRECISION)
+    """(I + M)^-1 for strictly lower triangular M `[C, C]`: substitution in 16-row blocks, then the blocks are merged."""
+    BLOCKS: tl.constexpr = C // 16
+    block, row = tl.arange(0, BLOCKS), tl.arange(0, 16)
+    same = block[:, None, None, None] == block[None, None, :, None]
+    diagonal = tl.sum(tl.where(same, tl.reshape(M, [BLOCKS, 16, BLOCKS, 16]), 0.0), 2)
+    inverse = tl.zeros([BLOCKS, 16, 16], tl.float32) + tl.where(row[:, None] == row[None, :], 1.0, 0.0)[None, :, :]
+    for i in range(1, 16):
+        here = row[None, :, None] == i
+        weights = tl.sum(tl.where(here, diagonal, 0.0), 1)
+        earlier = tl.sum(weights[:, :, None] * inverse, 1)
+        inverse = tl.where(here, inverse - earlier[:, None, :], inverse)
+    if BLOCKS == 1:
+        return tl.reshape(inverse, [C, C])
+    wide = tl.reshape(tl.where(same, inverse[:, :, None, :], 0.0), [C, C])
+    slot = tl.arange(0, C) // 16
+    below = tl.where(slot[:, None] > slot[None, :], M, 0.0)
+    coupling = tl.dot(wide, below, input_precision=PRECISION)  # nilpotent: coupling^BLOCKS = 0
+    if BLOCKS > 2:
+        squared = tl.dot(coupling, coupling, input_precision=PRECISION)
+        wide += tl.dot(squared, wide, input_precision=PRECISION)
+    return wide - tl.dot(coupling, wide, input_precision=PRECISION)
 
 
 # --- forward ---

@@ -93,9 +93,11 @@ def falcon(
     if contract.debugging():
         _check_values(q, k, v, beta, ridge, mask, options)
     limit = f"window is {window}, and the Triton kernels take up to 8" if options.window > 8 else None
-    few = contract.few_tokens((q, k, v, beta, ridge, *state), mask, bounds)
-    if rule == "falcon2" and not few and not contract.INTERPRETING:
+    tensors = (q, k, v, beta, ridge, *state)
+    if not contract.INTERPRETING and rule == "falcon2" and not contract.few_tokens(tensors, mask, bounds):
         limit = "the Triton kernels of rule 'falcon2' have not been checked on a GPU yet"
+    if not contract.INTERPRETING and rule == "falcon3" and contract.needs_backward(tensors):
+        limit = "the Triton kernels behind the gradients of rule 'falcon3' have not been checked on a GPU yet"
     run = FALCON.resolve(level, q.shape[1], (q, k, v), limit)
     return run(q, k, v, beta, ridge, options, state, mask, bounds)
 
