@@ -260,23 +260,22 @@ def _step_kernel(
 ):  # fmt: skip
     n, d = tl.program_id(0).to(tl.int64), tl.arange(0, BF)
     column, inside = tl.program_id(1) * F + d, d < F
-    alive = True
-    if MASKED:
-        alive = tl.load(real + n) != 0
-    now = read(x + n * D + column, inside & alive)
+    # a masked token has no entries: its past stays where it is (a bound, as masks of blocks and scalars do not mix)
+    alive = tl.load(real + n).to(tl.int32) if MASKED else 1
+    moves, stays = d < F * alive, d < F * (1 - alive)
+    now = read(x + n * D + column, moves)
     total = now.to(tl.float32) * read(weight + column * W + W - 1, inside).to(tl.float32)
     for j in tl.static_range(W - 1):
         at = (n * (W - 1) + j) * past_D + column
         kept = read(past + at, inside)
         total += kept.to(tl.float32) * read(weight + column * W + j, inside).to(tl.float32)
         if j > 0:
-            tl.store(new_past + at - past_D, kept.to(new_past.dtype.element_ty), mask=inside & alive)
-        if not alive:
-            tl.store(new_past + at, kept.to(new_past.dtype.element_ty), mask=inside)
+            tl.store(new_past + at - past_D, kept.to(new_past.dtype.element_ty), mask=moves)
+        tl.store(new_past + at, kept.to(new_past.dtype.element_ty), mask=stays)
     if W > 1:
         at = (n * (W - 1) + W - 2) * past_D + column
-        tl.store(new_past + at, now.to(new_past.dtype.element_ty), mask=inside & alive)
-    out = tl.where(alive, total * tl.sigmoid(total), 0.0)
+        tl.store(new_past + at, now.to(new_past.dtype.element_ty), mask=moves)
+    out = tl.where(moves, total * tl.sigmoid(total), 0.0)
     if NORM:
         square = tl.sum(out * out, 0)
         out = out / tl.sqrt(square / F + eps) if NORM == 1 else out / tl.maximum(tl.sqrt(square), eps)

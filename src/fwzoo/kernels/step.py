@@ -100,28 +100,29 @@ def _steps(
             begin = tl.where(tl.load(known + n) != 0, 0, 1)
     for t in range(tokens):
         token, pair = (n * tokens + t) * heads + h, (n * (tokens + WINDOW - 1) + t) * heads + h
-        alive = True
-        if MASKED:
-            alive = tl.load(real + n * tokens + t) != 0
-        writes = alive & (t >= begin)
-        row = read(q + token * K + d, (d < K) & alive).to(tl.float32) * scale
+        # how many entries of this token's rows exist: none where it is masked (a bound, as masks of blocks and scalars do not mix)
+        alive = tl.load(real + n * tokens + t).to(tl.int32) if MASKED else 1
+        own_k, own_v = K * alive, V * alive
+        writes = (alive > 0) & (t >= begin)
+        new_k, new_v = tl.where(writes, K, 0), tl.where(writes, V, 0)
+        row = read(q + token * K + d, d < own_k).to(tl.float32) * scale
         if GATED:
             summed = 0.0
             if energies is not None:
                 summed = tl.load(energies + token)
             elif DIVIDE or COUPLED:
                 for i in tl.static_range(WINDOW):
-                    key = read(x + (pair + i * heads) * K + d, (d < K) & (writes | (i < WINDOW - 1))).to(tl.float32)
+                    key = read(x + (pair + i * heads) * K + d, d < (K if i < WINDOW - 1 else new_k)).to(tl.float32)
                     summed += tl.sum(key * key, 0)
             pairs = tl.minimum(tl.maximum(before + t + 1 - begin, 1), WINDOW).to(tl.float32)
             energy = summed / pairs
-            lam = read(other + token, alive).to(tl.float32)
+            lam = read(other + token, alive > 0).to(tl.float32)
             if COUPLED:
                 lam = lam * energy
             if PER_COLUMN:
-                beta = read(gain + token * V + c, (c < V) & alive).to(tl.float32)[None, :]
+                beta = read(gain + token * V + c, c < own_v).to(tl.float32)[None, :]
             else:
-                beta = read(gain + token, alive).to(tl.float32)
+                beta = read(gain + token, alive > 0).to(tl.float32)
             if DIVIDE:
                 under = energy + lam + eps
                 writes = writes & (under != 0)
@@ -138,16 +139,16 @@ def _steps(
         else:
             strength, decay = 1.0, 1.0
             if gain is not None:
-                strength = read(gain + token, alive).to(tl.float32)
+                strength = read(gain + token, alive > 0).to(tl.float32)
             if other is not None:
-                decay = tl.exp(read(other + token, alive).to(tl.float32))
+                decay = tl.exp(read(other + token, alive > 0).to(tl.float32))
         kept = old * decay
         seen = kept if DECAY_FIRST else old
         new = kept
         for j in tl.static_range(WINDOW):
-            ok = writes | (j < WINDOW - 1)
-            key = read(x + (pair + j * heads) * K + d, (d < K) & ok).to(tl.float32)
-            written = read(values + (pair + j * heads) * V + c, (c < V) & ok).to(tl.float32)[None, :]
+            key = read(x + (pair + j * heads) * K + d, d < (K if j < WINDOW - 1 else new_k)).to(tl.float32)
+            written = read(values + (pair + j * heads) * V + c, c < (V if j < WINDOW - 1 else new_v))
+            written = written.to(tl.float32)[None, :]
             if REGRESSION:
                 written = written - tl.sum(seen * key[:, None], 0)[None, :]
             new += key[:, None] * (strength * written)
