@@ -347,7 +347,7 @@ def test_only_rows_that_were_written_are_held() -> None:
 
 
 PEAK = """
-import importlib, resource, sys, torch
+import importlib, sys, torch
 from fwzoo.kernels import fwpkm
 overlay = importlib.import_module("fwzoo.kernels.fwpkm.overlay")
 overlay.PAGE = int(sys.argv[1])
@@ -356,10 +356,15 @@ torch.set_num_threads(1)
 n, V, batch, tokens = 256, 256, 8, 1024
 keys, values = 2 * torch.rand(2, 1, n, 32) - 1, 0.02 * torch.randn(n * n, V)
 q, v, gate = torch.randn(batch, tokens, 1, 64) / 2, torch.randn(batch, tokens, V), torch.rand(batch, tokens)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def resident(name):  # not ru_maxrss, which a process takes over from the one that started it
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
+with torch.no_grad():  # loads the code that it runs
+    fwpkm(q[:, :130], v[:, :130], gate[:, :130], keys, values, chunk_size=64)
+open("/proc/self/clear_refs", "w").write("5")  # forget the peak so far
+before = resident("VmRSS")
 with torch.no_grad():
     o, state = fwpkm(q, v, gate, keys, values, chunk_size=64)
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+peak = resident("VmHWM") - before
 written = int((state.slots < n * n).sum())
 print(peak * 1024, written, state.shared_rows.shape[0], values.numel() * 4, sum(x.numel() * x.element_size() for x in state))
 """
@@ -380,7 +385,8 @@ def test_the_peak_is_the_rows_written_and_never_a_second_table(page: int) -> Non
     )  # slot lists of at most 8,192 places; keys and pending
     # in flight: what was read and the same as one tensor, a page, and a chunk's scores and changes
     limit = rows * row + 2 * 8 * 1024 * row + 8 * (1 << 20)
-    assert (peak < min(limit, table)) == (page == 2 << 20), (peak, limit, table)
+    assert peak > rows * row // 2, peak  # the rows themselves are seen
+    assert (peak < limit) == (page == 2 << 20), (peak, limit)
 
 
 def test_a_pool_of_many_pages_is_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
