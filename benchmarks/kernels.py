@@ -309,14 +309,20 @@ def main() -> None:
             if not bars:
                 table.add_row(*cells)
         console.print(table)
-    if not args.no_lengths:
-        for name, row in rows.items():
-            results["lengths"][name] = {
-                tokens: measure(row, (1, tokens, 16, 128), args.repeats)["both"]
-                for tokens in (1024, 4096, 16384, 65536)
-            }
-        plot(results["lengths"], args.out / "kernels.png")
     (args.out / "kernels.json").write_text(json.dumps(results, indent=1))
+    if args.no_lengths:
+        return
+    for name, row in rows.items():
+        times = results["lengths"][name] = {}
+        for tokens in (1024, 4096, 16384, 65536):
+            try:
+                times[tokens] = measure(row, (1, tokens, 16, 128), args.repeats)["both"]
+            except Exception as error:
+                console.print(f"T{tokens} {name}: {type(error).__name__}: {str(error)[:300]}")
+            gc.collect()
+            torch.cuda.empty_cache()
+        (args.out / "kernels.json").write_text(json.dumps(results, indent=1))
+    plot(results["lengths"], args.out / "kernels.png")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,9 @@ CPU = torch.device("cpu")
 def test_every_operator_is_tried_and_the_chunk_forms_are_right() -> None:
     verdicts = list(selftest(CPU, sizes=SMALL))
     assert {v.op for v in verdicts} == set(contract.operators())
-    assert {v.level for v in verdicts} == {"chunk", "triton"}
+    assert {(v.level, v.mode) for v in verdicts} == {
+        (level, mode) for level in ("chunk", "triton") for mode in ("training", "decoding")
+    }
     chunk = [v for v in verdicts if v.level == "chunk"]
     assert all(v.passed for v in chunk), [v for v in chunk if not v.passed]
     assert all(v.passed is None and v.note for v in verdicts if v.level == "triton" and not contract.INTERPRETING)
@@ -47,6 +49,15 @@ def test_a_kernel_that_loses_the_state_is_found(monkeypatch: Any) -> None:
         return o, type(state)(*(torch.zeros_like(x) for x in state))
 
     assert not any(v.passed for v in broken("gated_delta", monkeypatch, forget))
+
+
+def test_a_step_that_is_wrong_is_found_in_decoding_only(monkeypatch: Any) -> None:
+    def wrong_step(o: torch.Tensor, state: Any) -> Any:
+        return (o if o.requires_grad or o.shape[1] != 1 else 1.2 * o), state
+
+    verdicts = broken("gated_delta", monkeypatch, wrong_step)
+    assert {v.mode for v in verdicts if not v.passed} == {"decoding"}
+    assert not any(v.passed for v in verdicts if v.mode == "decoding")
 
 
 def test_a_kernel_that_does_not_run_is_a_finding(monkeypatch: Any) -> None:

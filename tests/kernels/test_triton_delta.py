@@ -17,9 +17,7 @@ from fwzoo.kernels import FalconState, GatedDeltaState
 pytest.importorskip("triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-INTERPRETED = DEVICE == "cpu"
-# falcon2, and falcon3 with gradients, are not offered on a GPU before their kernels were checked there
-RULES = ["falcon1", *(["falcon2", "falcon3"] if INTERPRETED else []), "gated_delta"]
+RULES = ["falcon1", "falcon2", "falcon3", "gated_delta"]
 VECTORS = [path for path in falcon_cases.VECTORS if path.parent.name in RULES]
 VECTORS += [path for path in recurrence_cases.VECTORS if path.parent.name in RULES]
 
@@ -186,7 +184,7 @@ def test_shapes(rule: str, shape: dict[str, Any], dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", PAIRINGS[1:], ids=str)
-@pytest.mark.parametrize("rule", ["falcon1"])
+@pytest.mark.parametrize("rule", ["falcon1", "falcon2", "falcon3"])
 def test_options(rule: str, options: dict[str, Any]) -> None:
     given = draw(rule, {}, batch=1, tokens=150, heads=3, k_size=64, v_size=64)
     given = {name: x.bfloat16().double() if x.is_floating_point() else x for name, x in given.items()}

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from fwzoo import registry
 
-from .common import blamed_on, load_config, make_config, quiet_transformers, versions
+from .common import blamed_on, device, load_config, make_config, quiet_transformers, versions
 
 
 def archs() -> None:
@@ -33,7 +33,9 @@ def info(name: str) -> None:
     with blamed_on("MODEL_OR_ARCH"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     rows = zip(config.mixers, config.feed_forwards, model.model.layers, model.state_bytes(), strict=True)
-    kernels = [(level, reason) for _, _, level, reason in model.kernel_report()]
+    training = [(level, reason) for _, _, level, reason in model.kernel_report(device=device())]
+    with torch.no_grad():
+        kernels = [(level, reason) for _, _, level, reason in model.kernel_report(device=device())]
 
     console = Console()
     table = Table(
@@ -52,4 +54,6 @@ def info(name: str) -> None:
     console.print(f"{sum(model.state_bytes()):,} bytes of memory a sequence")
     for level, reason in dict.fromkeys(kernels):
         console.print(f"kernel level {level}: {reason}", soft_wrap=True)
+    for level, reason in dict.fromkeys(found for found in training if found not in kernels):
+        console.print(f"kernel level {level} in training: {reason}", soft_wrap=True)
     console.print(versions())

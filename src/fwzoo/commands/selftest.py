@@ -6,6 +6,7 @@ from collections import defaultdict
 from importlib import metadata
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -24,7 +25,7 @@ def run(op: str | None, on: str | None, as_json: bool) -> int:
     with blamed_on("--op"), errors.status("comparing kernels with their definitions") as status:
         for verdict in selftest(where, op):
             verdicts.append(verdict)
-            status.update(f"{verdict.op} {verdict.sample} {verdict.level} {verdict.sizes} {verdict.dtype}")
+            status.update(_name(verdict))
     wrong = [verdict for verdict in verdicts if verdict.passed is False]
     if as_json:
         report = {"machine": machine(where), "passed": not wrong, "cases": [verdict.row() for verdict in verdicts]}
@@ -37,7 +38,7 @@ def run(op: str | None, on: str | None, as_json: bool) -> int:
         console.print(f"{name} {level} did not run: {why}", soft_wrap=True)
     for verdict in wrong:
         what = verdict.note or f"error {verdict.error:.1e}, allowed {verdict.limit:.1e}"
-        console.print(f"wrong: {verdict.op} {verdict.sample} {verdict.level} {verdict.sizes} {verdict.dtype}: {what}")
+        console.print(f"wrong: {_name(verdict)}: {what}")
     for name, value in machine(where).items():
         console.print(f"{name}: {value}", soft_wrap=True)
     ran = sum(verdict.passed is not None for verdict in verdicts)
@@ -45,15 +46,23 @@ def run(op: str | None, on: str | None, as_json: bool) -> int:
     return bool(wrong)
 
 
+def _name(verdict: Verdict) -> str:
+    parts = (verdict.op, verdict.sample, verdict.mode, verdict.level, verdict.sizes, verdict.dtype)
+    return " ".join(part for part in parts if part)
+
+
 def _table(verdicts: list[Verdict]) -> Table:
-    """One row an operator, sample and level."""
-    table = Table("operator", "sample", "level", title="kernels against their definition in float64")
-    for heading in ("cases", "largest error", "of what is allowed", "seconds"):
+    """One row an operator, sample, mode and level."""
+    title = "kernels against their definition in float64: largest errors"
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("operator", "sample", "mode", "level"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("cases", "error", "of limit", "s"):
         table.add_column(heading, justify="right")
     table.add_column("verdict")
-    groups: dict[tuple[str, str, str], list[Verdict]] = defaultdict(list)
+    groups: dict[tuple[str, str, str, str], list[Verdict]] = defaultdict(list)
     for verdict in verdicts:
-        groups[verdict.op, verdict.sample, verdict.level].append(verdict)
+        groups[verdict.op, verdict.sample, verdict.mode, verdict.level].append(verdict)
     for names, group in groups.items():
         ran = [verdict for verdict in group if verdict.passed is not None]
         if not ran:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import importlib.util
 import itertools
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -30,8 +32,23 @@ State = TypeVar("State", bound=tuple[Tensor, ...])
 LEVELS = ("reference", "chunk", "triton")
 LARGEST = 256  # K and V that the Triton kernels take
 MOST_TOKENS = 16  # of a call that a step kernel takes; more are faster in chunks
-TRITON = importlib.util.find_spec("triton") is not None
+OLDEST_TRITON = (3, 6)
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _no_triton() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return "the package triton does not say its version"
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST_TRITON:
+        return f"triton is {version}, and the kernels need at least {'.'.join(map(str, OLDEST_TRITON))}"
+    return None
+
+
+NO_TRITON = _no_triton()  # why there is no Triton to use, or None
 
 _debug: ContextVar[bool] = ContextVar("fwzoo_debug", default=False)
 _overwriting: ContextVar[bool] = ContextVar("fwzoo_overwriting", default=False)
@@ -87,6 +104,22 @@ class Explanation:
 
 
 @dataclass(frozen=True)
+class Limits:
+    """What a call's options mean for the Triton kernels.
+
+    Attributes:
+        cannot: why they cannot run it, or None.
+        unproven: why `auto` does not take them although they run when asked for, or None.
+    """
+
+    cannot: str | None = None
+    unproven: str | None = None
+
+
+NO_LIMITS = Limits()
+
+
+@dataclass(frozen=True)
 class Op:
     """An operator: its public function and its implementations by level.
 
@@ -95,29 +128,31 @@ class Op:
         levels: level name to implementation.
         short: up to this many tokens a CPU runs the token loop faster than the chunk form.
         samples: random calls for `fwzoo selftest`, from what draws their tensors.
+        limits: from whether a call is of few tokens, whether it wants gradients, and its keyword options.
     """
 
     name: str
     levels: dict[str, Callable[..., Any]]
     short: int = 0
     samples: Callable[[Draw], Iterator[Sample]] = lambda draw: iter(())
+    limits: Callable[..., Limits] = lambda few, backward, **options: NO_LIMITS
 
-    def unavailable(self, level: str, tensors: Sequence[Tensor] = (), limit: str | None = None) -> str | None:
-        """Why `level` cannot run on `tensors` (query, key, value, ...), or None; `limit` is the operator's own reason."""
+    def unavailable(self, level: str, tensors: Sequence[Tensor] = (), limits: Limits = NO_LIMITS) -> str | None:
+        """Why `level` cannot run on `tensors` (query, key, value, ...), or None."""
         if level not in self.levels:
             return f"{self.name} has no {level} level in this version of fwzoo"
-        return (triton_cannot_run(tensors) or limit) if level == "triton" else None
+        return (triton_cannot_run(tensors) or limits.cannot) if level == "triton" else None
 
-    def choose(self, tokens: int, tensors: Sequence[Tensor] = (), limit: str | None = None) -> tuple[str, str]:
+    def choose(self, tokens: int, tensors: Sequence[Tensor] = (), limits: Limits = NO_LIMITS) -> tuple[str, str]:
         """The level that `auto` takes for a call of `tokens` tokens, and the reason."""
-        if tensors and tensors[0].is_cuda and self.unavailable("triton", tensors, limit) is None:
-            return "triton", "the tensors are on a CUDA device"
+        if tensors and tensors[0].is_cuda and self.unavailable("triton", tensors, limits) is None:
+            return ("chunk", limits.unproven) if limits.unproven else ("triton", "the tensors are on a CUDA device")
         if tokens <= self.short:
             return "reference", f"a call of at most {self.short} tokens is fastest as a token loop"
         return "chunk", "fastest available level" + (f" for more than {self.short} tokens" if self.short else "")
 
     def resolve(
-        self, level: str, tokens: int, tensors: Sequence[Tensor] = (), limit: str | None = None
+        self, level: str, tokens: int, tensors: Sequence[Tensor] = (), limits: Limits = NO_LIMITS
     ) -> Callable[..., Any]:
         """The implementation to run, the reference where there is no token.
 
@@ -126,35 +161,35 @@ class Op:
         Args:
             level: as the caller gave it. tokens: T.
             tensors: query, key, value, ...: what they are decides whether the Triton kernels can run.
-            limit: why this call's options keep it from the Triton kernels, or None.
+            limits: what this call's options mean for the Triton kernels.
         """
         if level == "auto":
-            level, reason = self.choose(tokens, tensors, limit)
+            level, reason = self.choose(tokens, tensors, limits)
             if not torch.compiler.is_compiling() and (self.name, reason) not in _LOGGED:
                 _LOGGED.add((self.name, reason))
                 logger.info("%s: level %s, because %s", self.name, level, reason)
         else:
             one_of("level", level, ("auto", *LEVELS))
-            if (why := self.unavailable(level, tensors, limit)) is not None:
-                allowed = sorted(name for name in self.levels if self.unavailable(name, tensors, limit) is None)
+            if (why := self.unavailable(level, tensors, limits)) is not None:
+                allowed = sorted(name for name in self.levels if self.unavailable(name, tensors, limits) is None)
                 raise ValueError(f"level is {level!r}, but {why}; use 'auto' or one of {allowed}")
         return functools.partial(_without_autocast, self.levels[level if tokens else "reference"])
 
-    def explain(self, tokens: int, tensors: Sequence[Tensor] = ()) -> Explanation:
-        """What `auto` would do for a call of `tokens` tokens."""
-        chosen, reason = self.choose(tokens, tensors)
-        others = {
-            level: self.unavailable(level, tensors) or f"{chosen} is faster here; level={level!r} runs when asked for"
-            for level in LEVELS
-            if level != chosen
-        }
+    def explain(self, tokens: int, tensors: Sequence[Tensor] = (), **options: Any) -> Explanation:
+        """What `auto` would do for a call of `tokens` tokens with these options."""
+        limits = self.limits(few_tokens(tensors, None, None), needs_backward(tensors), **options)
+        chosen, reason = self.choose(tokens, tensors, limits)
+        others = {}
+        for level in (level for level in LEVELS if level != chosen):
+            why = limits.unproven if level == "triton" and limits.unproven else f"{chosen} is faster here"
+            others[level] = self.unavailable(level, tensors, limits) or f"{why}; level={level!r} runs when asked for"
         return Explanation(self.name, chosen, reason, others)
 
 
 def triton_cannot_run(tensors: Sequence[Tensor]) -> str | None:
     """Why no Triton kernel can run on query, key, value, ..., or None. The device of the tensors decides."""
-    if not TRITON:
-        return "the package triton is not installed"
+    if NO_TRITON is not None:
+        return NO_TRITON
     if not tensors:
         return "there are no tensors to run on"
     q, v = tensors[0], tensors[2] if len(tensors) > 2 else tensors[0]
@@ -206,12 +241,13 @@ def operators() -> dict[str, Op]:
     return dict(_OPS)
 
 
-def explain(op: str | Callable[..., Any], *tensors: Tensor) -> Explanation:
+def explain(op: str | Callable[..., Any], *tensors: Tensor, **options: Any) -> Explanation:
     """The level that `level="auto"` would run for these inputs, and why the others would not.
 
     Args:
         op: an operator of `fwzoo.kernels`, or its name.
-        tensors: the operator's tensors, query `[B, T, H, K]` first.
+        tensors: the operator's tensors, query, key, value `[B, T, H, .]` first.
+        options: keyword options of the call, such as Falcon's `rule` and `window`.
 
     Raises:
         ValueError: the operator is unknown, or no tensor was given.
@@ -220,7 +256,7 @@ def explain(op: str | Callable[..., Any], *tensors: Tensor) -> Explanation:
     one_of("op", name, tuple(_OPS))
     if not tensors or tensors[0].ndim < 2:
         raise ValueError(f"tensors has {len(tensors)} entries; give the operator's inputs, query [B, T, H, K] first")
-    return _OPS[name].explain(tensors[0].shape[1], tensors)
+    return _OPS[name].explain(tensors[0].shape[1], tensors, **options)
 
 
 # --- checks: each raises one sentence that names the argument, what it was and what is allowed ---

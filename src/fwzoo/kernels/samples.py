@@ -45,6 +45,11 @@ class Sample:
     options: dict[str, Any] = field(default_factory=dict)
     dtypes: tuple[torch.dtype, ...] = FLOATS
 
+    @property
+    def length(self) -> int:
+        """T."""
+        return next(iter(self.tokens.values())).shape[1]
+
 
 class Draw:
     """Random tensors of given sizes, the same for the same seed on every machine."""

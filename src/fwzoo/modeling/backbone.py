@@ -137,19 +137,25 @@ class FwzooPreTrainedModel(PreTrainedModel):
         elif hasattr(module, "initialize_parameters"):
             module.initialize_parameters(self.config)
 
-    def kernel_report(self, tokens: int = 4096) -> list[tuple[int, str, str, str]]:
-        """Which kernel level every layer runs for a call of `tokens` tokens: (layer, mixer, level, reason)."""
-        rows = []
-        weight = next(self.parameters())
-        probe = weight.new_empty(1, 1, 1, 1).expand(1, tokens, 1, 1)
+    def kernel_report(
+        self, tokens: int = 4096, device: torch.device | str | None = None
+    ) -> list[tuple[int, str, str, str]]:
+        """Which kernel level every layer runs for a call of `tokens` tokens: (layer, mixer, level, reason).
+
+        Gradients count as wanted where they are enabled and a weight needs one. device: None means the model's own.
+        """
+        rows, config = [], self.config
+        one = next(self.parameters()).new_empty(1, device=device)
+        one.requires_grad_(any(weight.requires_grad for weight in self.parameters()))
+        q, v = (one.expand(1, tokens, 1, size) for size in (config.head_dim, config.value_head_dim))
         for index, block in enumerate(self.get_decoder().layers):
             if block.mixer.operator is None:
                 rows.append((index, self.config.mixers[index], "sdpa", "softmax attention is torch's own kernel"))
                 continue
-            choice = explain(block.mixer.operator, probe)
+            choice = explain(block.mixer.operator, q, q, v, **getattr(block.mixer, "kernel_options", {}))
             level, reason = choice.level, choice.reason
-            if self.config.kernel_level != "auto":
-                level, reason = self.config.kernel_level, "set by config.kernel_level"
+            if config.kernel_level != "auto":
+                level, reason = config.kernel_level, "set by config.kernel_level"
             rows.append((index, self.config.mixers[index], level, reason))
         return rows
 

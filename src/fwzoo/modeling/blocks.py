@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from .. import registry
-from ..kernels.contract import TRITON, check_cu_seqlens, few_tokens, has_shape
+from ..kernels.contract import NO_TRITON, check_cu_seqlens, few_tokens, has_shape
 from ..kernels.costs import Cost
 from ..kernels.tiling import Tiling
 
@@ -48,7 +48,7 @@ def head_norm(x: Tensor, kind: str | None, eps: float) -> Tensor:
 def fused_convolution(config: Any, x: Tensor) -> bool:
     """Whether the convolution before this mixer runs as one kernel with SiLU and norm: on a GPU."""
     fits = max(config.head_dim, config.value_head_dim) <= 256 and x.dtype != torch.float64
-    return x.is_cuda and TRITON and x.shape[1] > 0 and fits and config.kernel_level in ("auto", "triton")
+    return x.is_cuda and NO_TRITON is None and x.shape[1] > 0 and fits and config.kernel_level in ("auto", "triton")
 
 
 class ShortConvolution(nn.Module):
@@ -187,6 +187,11 @@ class FastWeightMixer(nn.Module):
     ) -> tuple[Tensor, Any]:
         """The operator on q, k, v `[B, T, H, .]`, going on from the state fields `past`: what it read and its new state."""
         raise NotImplementedError
+
+    @property
+    def kernel_options(self) -> dict[str, Any]:
+        """The operator's options that decide which kernels can run."""
+        return {}
 
     @property
     def query_key_norm(self) -> tuple[str | None, float]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
-from ..kernels.contract import overwriting_states, triton_cannot_run
+from ..kernels.contract import overwriting_states
 from .cache import FastWeightCache, FastWeightLayer
 
 logger = logging.get_logger("fwzoo")
@@ -52,6 +52,7 @@ class GraphedStep:
         self._graphs: dict[Any, _Graph] = {}
         self._last: _Graph | None = None
         self._refused = False
+        self._capturable: bool | None = None
 
     def allows(self, model: Any, input_ids: Tensor | None, cache: Any) -> bool:
         """Whether this call is one decoding step that a graph can replay."""
@@ -70,8 +71,13 @@ class GraphedStep:
             and not hasattr(model, "hf_device_map")
             and all(layer.tensors and not layer.record_past for layer in cache.layers)
             and model.get_decoder().steps_alike()
-            and capturable(model)
+            and self._can_capture(model)
         )
+
+    def _can_capture(self, model: Any) -> bool:
+        if self._capturable is None:
+            self._capturable = capturable(model)
+        return self._capturable
 
     def __call__(self, step: Step, input_ids: Tensor, mask: Tensor | None, cache: FastWeightCache) -> Tensor | None:
         """The logits `[B, 1, vocabulary]` of `step(input_ids, mask, cache)`, which also advances the cache; None: run it.
@@ -94,9 +100,7 @@ class GraphedStep:
 
 def capturable(model: Any) -> bool:
     """Whether the operators run as Triton kernels here: the plain levels may wait for the device, which no graph can."""
-    config, weight = model.config, next(model.parameters())
-    q, v = (weight.new_empty(1, 1, 1, size) for size in (config.head_dim, config.value_head_dim))
-    return config.kernel_level in ("auto", "triton") and triton_cannot_run((q, q, v)) is None
+    return all(level in ("triton", "sdpa") for _, _, level, _ in model.kernel_report(tokens=1))
 
 
 def _shapes(cache: FastWeightCache) -> tuple[Any, ...]:

@@ -10,13 +10,15 @@ from typing import Any
 from torch import Tensor
 
 from .. import contract
-from ..contract import Op
+from ..contract import Limits, Op
 from ..samples import Draw, Sample, Samples
 from .chunk import falcon_chunk
 from .reference import falcon_reference
 from .rules import RULES, FalconState, Options, Rule, empty_state, log_decay
 
 __all__ = ["RULES", "FalconState", "Rule", "falcon", "falcon_log_decay"]
+
+LARGEST_WINDOW = 8  # that the Triton kernels take
 
 
 def _samples(draw: Draw) -> Samples:
@@ -34,8 +36,28 @@ def _triton(*arguments: Any) -> tuple[Tensor, FalconState]:
     return falcon_triton(*arguments)
 
 
+def _limits(few: bool, backward: bool, *, rule: str = "falcon1", window: int = 4, **_: Any) -> Limits:
+    contract.one_of("rule", rule, tuple(RULES))
+    if RULES[rule].sliding and window > LARGEST_WINDOW:
+        return Limits(cannot=f"window is {window}, and the Triton kernels take up to {LARGEST_WINDOW}")
+    unproven = None
+    if rule == "falcon2" and not few:
+        unproven = (
+            "the Triton kernels of rule 'falcon2' were shown right on a GPU for a few tokens without gradients only"
+        )
+    if rule == "falcon3" and backward:
+        unproven = "the Triton kernels of rule 'falcon3' were shown right on a GPU without gradients only"
+    return Limits(unproven=unproven)
+
+
 FALCON = contract.register(
-    Op("falcon", {"reference": falcon_reference, "chunk": falcon_chunk, "triton": _triton}, short=4, samples=_samples)
+    Op(
+        "falcon",
+        {"reference": falcon_reference, "chunk": falcon_chunk, "triton": _triton},
+        short=4,
+        samples=_samples,
+        limits=_limits,
+    )
 )
 
 
@@ -92,13 +114,9 @@ def falcon(
     state = contract.start_state(state, lambda q, v: empty_state(documents, q, v, options.window, dtype), q, v)
     if contract.debugging():
         _check_values(q, k, v, beta, ridge, mask, options)
-    limit = f"window is {window}, and the Triton kernels take up to 8" if options.window > 8 else None
     tensors = (q, k, v, beta, ridge, *state)
-    if not contract.INTERPRETING and rule == "falcon2" and not contract.few_tokens(tensors, mask, bounds):
-        limit = "the Triton kernels of rule 'falcon2' have not been checked on a GPU yet"
-    if not contract.INTERPRETING and rule == "falcon3" and contract.needs_backward(tensors):
-        limit = "the Triton kernels behind the gradients of rule 'falcon3' have not been checked on a GPU yet"
-    run = FALCON.resolve(level, q.shape[1], (q, k, v), limit)
+    few, backward = contract.few_tokens(tensors, mask, bounds), contract.needs_backward(tensors)
+    run = FALCON.resolve(level, q.shape[1], (q, k, v), _limits(few, backward, rule=rule, window=window))
     return run(q, k, v, beta, ridge, options, state, mask, bounds)
 
 

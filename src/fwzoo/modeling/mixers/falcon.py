@@ -40,6 +40,10 @@ class FalconMixer(FastWeightMixer):
         return falcon(feature(q), feature(k), v, beta, ridge, state=state, **options)
 
     @property
+    def kernel_options(self) -> dict[str, Any]:
+        return {"rule": self.rule, "window": self.config.window}
+
+    @property
     def query_key_norm(self) -> tuple[str | None, float]:
         kind = self.config.qk_norm
         return None if kind == "none" else kind, self.config.norm_eps
