@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import json
@@ -14,6 +15,7 @@ import torch
 import transformers
 from huggingface_hub import ModelCardData
 
+from .. import registry
 from .._version import __version__
 
 CARD = """\
@@ -77,6 +79,21 @@ def measured_in(folder: str | Path) -> list[Measured]:
         return []
     step, loss = curve["eval"][-1]
     return [Measured("held-out text", curve["unit"].replace("_", " "), {f"after {step:,} training steps": loss})]
+
+
+def automatic_card(config: Any, folder: str | Path, name: str | None = None, tags: Sequence[str] = ()) -> str:
+    """The card that saving writes: what the configuration says of a model without weights, named after its folder."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    return render_card(model.eval(), name or Path(folder).resolve().name, tags=tags)
+
+
+@registry.on_save
+def write_card(config: Any, folder: str | Path, **card: Any) -> None:
+    """Write README.md beside a saved `config.json`, unless the folder has one."""
+    path = Path(folder) / "README.md"
+    if type(config) in registry.architectures().values() and not path.exists():
+        path.write_text(automatic_card(config, folder, **card), encoding="utf-8")
 
 
 def render_card(
