@@ -8,7 +8,7 @@ from huggingface_hub import create_repo, upload_folder
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from rich.console import Console
 
-from fwzoo.conversion.card import automatic_card, measured_in, render_card
+from fwzoo.conversion.card import is_automatic, measured_in, render_card
 
 from .common import bad, empty_folder, first_sentence, load_model, quiet_transformers
 
@@ -64,7 +64,7 @@ def _write(model: str, folder: Path, name: str, metadata: dict[str, str | None])
     tokenizer.save_pretrained(folder)
     written, given = Path(model) / "README.md", _given(metadata)
     text = written.read_text(encoding="utf-8") if written.is_file() and not given else ""
-    if text and text != automatic_card(loaded.config, model):
+    if text and not is_automatic(text, loaded.config):
         for old in {model, Path(model).resolve().name}:
             text = text.replace(f'"{old}"', f'"{name}"')
     else:

@@ -6,6 +6,7 @@ import copy
 import inspect
 import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,12 @@ def automatic_card(config: Any, folder: str | Path, name: str | None = None, tag
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))
     return render_card(model.eval(), name or Path(folder).resolve().name, tags=tags)
+
+
+def is_automatic(text: str, config: Any) -> bool:
+    """Whether a card is the one that saving wrote, under whatever name."""
+    name = re.search(r'from_pretrained\("([^"]+)"', text)
+    return name is not None and text == automatic_card(config, ".", name[1])
 
 
 @registry.on_save
