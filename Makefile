@@ -1,5 +1,6 @@
 # Every target creates the environment it needs: .venv, or .venv-oldest for the oldest supported transformers.
 
+# 3.11 or newer, for the versions pinned in constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
 OLDEST := .venv-oldest
