@@ -61,6 +61,7 @@ typecheck: setup
 bench: setup
 	$(BIN)/python benchmarks/falcon_cpu.py
 	$(BIN)/python benchmarks/memory_cpu.py
+	$(BIN)/python benchmarks/memory_peak.py
 
 clean:
 	rm -rf .venv $(OLDEST) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
