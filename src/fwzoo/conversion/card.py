@@ -15,9 +15,12 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import ModelCardData
+from transformers.utils import logging
 
 from .. import registry
 from .._version import __version__
+
+logger = logging.get_logger("fwzoo")
 
 CARD = """\
 ---
@@ -97,10 +100,14 @@ def is_automatic(text: str, config: Any) -> bool:
 
 @registry.on_save
 def write_card(config: Any, folder: str | Path, **card: Any) -> None:
-    """Write README.md beside a saved `config.json`, unless the folder has one."""
+    """Write README.md beside a saved `config.json`, unless the folder has one. No card ever keeps a model from being saved."""
     path = Path(folder) / "README.md"
-    if type(config) in registry.architectures().values() and not path.exists():
+    if type(config) not in registry.architectures().values() or path.exists():
+        return
+    try:
         path.write_text(automatic_card(config, folder, **card), encoding="utf-8")
+    except RuntimeError as error:  # a module of somebody's own that does not run without values
+        logger.warning(f"{folder} gets no card: {error}")
 
 
 def render_card(
