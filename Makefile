@@ -1,5 +1,6 @@
 # Every target creates the environment it needs: .venv, or .venv-oldest for the oldest supported transformers.
 
+# 3.11 or newer, for the versions pinned in constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
 OLDEST := .venv-oldest
@@ -8,7 +9,7 @@ INSTALL := -m pip install -q --disable-pip-version-check
 # Two pytest processes with one thread each: small tensors gain nothing from more threads a process.
 PYTEST_OPTIONS ?= -n 2
 # What depends on transformers; the operators do not.
-OLDEST_TESTS ?= tests/modeling tests/test_training.py tests/test_cli.py tests/test_bad_input.py tests/test_packaging.py tests/test_export.py tests/test_serve.py tests/test_trainer.py tests/test_upcycle.py
+OLDEST_TESTS ?= tests/modeling tests/test_training.py tests/test_cli.py tests/test_bad_input.py tests/test_packaging.py tests/test_export.py tests/test_health.py tests/test_hub.py tests/test_peft.py tests/test_serve.py tests/test_trainer.py tests/test_upcycle.py
 
 .PHONY: setup quickstart test test-oldest conformance conformance-oldest bundles test-gpu lint typecheck bench clean
 
@@ -60,6 +61,7 @@ typecheck: setup
 bench: setup
 	$(BIN)/python benchmarks/falcon_cpu.py
 	$(BIN)/python benchmarks/memory_cpu.py
+	$(BIN)/python benchmarks/memory_peak.py
 
 clean:
 	rm -rf .venv $(OLDEST) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -4,6 +4,7 @@ Run: python benchmarks/memory_cpu.py [--threads 1] [--repeats 5]
 
 Prints milliseconds per 1,000 tokens (medians; contenders take turns) and the ratios that matter. "write" updates rows that
 the memory holds already, as plain scatter does in its one dense table; "first write" copies them from the checkpoint's table.
+Timed are the memory's read and its update, not the whole call of the operator. For the memory it takes: memory_peak.py.
 """
 
 from __future__ import annotations

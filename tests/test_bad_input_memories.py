@@ -70,10 +70,10 @@ def tiny(architecture: str = "fwpkm", seed: int = 0, **fields: Any) -> Any:
     return AutoModelForCausalLM.from_config(config)
 
 
-def poisoned() -> Any:
-    model = tiny()
+def poisoned(memory: str = "fwpkm", name: str = "keys") -> Any:
+    model = tiny(feed_forwards=["mlp", memory])
     with torch.no_grad():
-        model.model.layers[1].feed_forward.keys.fill_(torch.nan)
+        model.model.layers[1].feed_forward.state_dict()[name].fill_(torch.nan)
     with fwzoo.debug():
         return model(torch.ones(1, 4, dtype=torch.long))
 
@@ -148,6 +148,9 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str, str, str]] = {
     "NaN value under debug": (lambda: debugged("fwmlp", v=nan), ValueError, "v", "not finite", "finite"),
     "NaN sub-keys under debug": (lambda: debugged("fwpkm", keys=nan), ValueError, "keys", "not finite", "finite"),
     "NaN scores in a layer under debug": (poisoned, ValueError, "layer 1", "not finite", "finite"),
+    "NaN sub-keys of a PKM layer under debug": (lambda: poisoned("pkm"), ValueError, "layer 1: keys", "not finite", "finite"),
+    "NaN table of a PKM layer under debug": (lambda: poisoned("pkm", "values"), ValueError, "layer 1: values", "not finite", "finite"),
+    "NaN query of a PKM layer under debug": (lambda: poisoned("pkm", "q_proj.weight"), ValueError, "layer 1: q", "not finite", "finite"),
     "unknown option of flush": (lambda: flush(chunks=3), TypeError, "chunks", "not an option", "fwpkm"),
     "flush of something else": (lambda: fwmlp_flush((1, 2)), TypeError, "state", "tuple", "FwmlpState"),  # type: ignore[arg-type]
     "weights of another width": (lambda: call("fwmlp", w_up=lambda x: x[:6]), ValueError, "w_up", "[6, 4]", "[7, 4]"),

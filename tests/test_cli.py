@@ -316,6 +316,13 @@ def test_export_writes_a_folder_with_code_and_card(fwzoo_command, model_folder, 
     card = (tmp_path / "out/README.md").read_text()
     assert "license: mit" in card.splitlines() and f'from_pretrained("{tmp_path}/out"' in card
 
+    measured = shutil.copytree(model_folder, tmp_path / "measured")
+    (measured / "loss.json").write_text(json.dumps({"unit": "bits_per_byte", "eval": [[2, 7.5]]}))
+    code, _, err = fwzoo_command("export", measured, tmp_path / "plain")
+    assert code == 0, err
+    card = (tmp_path / "plain/README.md").read_text()  # not the one that saving wrote: with what was measured since
+    assert "after 2 training steps" in card and f'from_pretrained("{tmp_path}/plain"' in card
+
     (tmp_path / "out/README.md").write_text(f'My own words on "{tmp_path}/out".')
     code, _, err = fwzoo_command("export", tmp_path / "out", tmp_path / "again")
     assert code == 0, err

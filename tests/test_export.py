@@ -21,6 +21,7 @@ import fwzoo
 from bundle_reader import read
 from compare import error
 from fwzoo.conversion import bundle_sources, verify_bundle
+from fwzoo.conversion.card import render_card
 from fwzoo.conversion.flatten import NotFlattenable, Package
 from rows import ROWS, Row
 
@@ -66,6 +67,17 @@ def test_saving_again_keeps_code_version_and_digests(folders: Path) -> None:
         assert one["auto_map"] == two["auto_map"] and one["fwzoo_code"] == two["fwzoo_code"]
         assert one["fwzoo_code"]["version"] == fwzoo.__version__
         verify_bundle(second)
+
+
+def test_saving_writes_a_card_and_keeps_one_that_is_there(tmp_path: Path) -> None:
+    model, before = ROWS[0].model().train(), torch.get_rng_state()
+    model.save_pretrained(tmp_path / "my-model")
+    readme = tmp_path / "my-model" / "README.md"
+    assert readme.read_text() == render_card(model, "my-model")
+    assert torch.equal(torch.get_rng_state(), before)
+    readme.write_text("Mine.")
+    model.save_pretrained(readme.parent)
+    assert readme.read_text() == "Mine."
 
 
 def test_a_wrong_weight_shows(folders: Path) -> None:

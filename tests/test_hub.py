@@ -70,11 +70,17 @@ def pushed(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Path:
     script = """
 import fwzoo
 import torch
+from huggingface_hub import HfApi
 from transformers import AutoModelForCausalLM
 by_command, by_method = sys.argv[1:]
 assert not command("push", by_command, "reader/by-command", "--license", "mit")
 model = AutoModelForCausalLM.from_pretrained(by_method)
-model.push_to_hub("by-method", private=True)
+model.push_to_hub("by-method", private=True, tags=["tried"])
+repository = HfApi().create_repo("reader/described").repo_id
+HfApi().upload_file(path_or_fileobj=b"Words of my own.", path_in_repo="README.md", repo_id=repository)
+model.push_to_hub(repository)
+open(by_method + "/README.md", "w").write("My words.")
+model.save_pretrained(by_method, push_to_hub=True, repo_id="reader/saved-and-pushed")
 memory = fwzoo.FastWeightCache(model.config)
 model(torch.arange(2, 40)[None], past_key_values=memory, use_cache=True)
 memory.push_to_hub("a-memory", source="Numbers.", base_model="reader/by-method")
@@ -104,7 +110,15 @@ def test_the_repository_holds_code_card_and_tokenizer(hub: Hub, pushed: Path) ->
     assert card.startswith("---\n") and 'from_pretrained("reader/by-command", trust_remote_code=True)' in card
     for line in ("library_name: transformers", "license: mit", "pipeline_tag: text-generation", "- fwzoo", "- falcon3"):
         assert line in card.splitlines()
-    assert "modeling_fwzoo.py" in method.at("main")[1]  # type: ignore[index]
+    files_of_method = method.at("main")[1]  # type: ignore[index]
+    assert "modeling_fwzoo.py" in files_of_method
+    card = files_of_method["README.md"].decode()
+    assert 'from_pretrained("reader/by-method", trust_remote_code=True)' in card and "# by-method" in card
+    assert {"- fwzoo", "- falcon1", "- tried", "pipeline_tag: text-generation"} <= set(card.splitlines())
+    for name, words in (("reader/described", "Words of my own."), ("reader/saved-and-pushed", "My words.")):
+        described = hub.repositories[name].at("main")[1]  # type: ignore[index]
+        assert "model.safetensors" in described and described["README.md"].decode().strip().endswith(words)
+    assert (pushed / "method" / "README.md").read_text() == "My words."
     assert not any(name.endswith((".bin", ".pkl", ".pt")) for name in files)
 
 

@@ -24,7 +24,7 @@ def test_version_is_written_once():
 
 def test_extras():
     extras = metadata.metadata("fwzoo").get_all("Provides-Extra")
-    assert set(extras) == {"train", "plot", "eval", "triton", "fla", "serve", "dev", "all"}
+    assert set(extras) == {"train", "plot", "track", "eval", "triton", "fla", "serve", "dev", "all"}
 
 
 def test_no_optional_package_is_required_at_run_time():

@@ -20,7 +20,7 @@ _MIXER_OPTIONS: dict[str, type[FwzooConfig]] = {}
 _FEED_FORWARD_OPTIONS: dict[str, type[FwzooConfig]] = {}
 _MIXERS: dict[str, type] = {}
 _FEED_FORWARDS: dict[str, type] = {}
-_ON_SAVE: list[Callable[[Any, Any], None]] = []
+_ON_SAVE: list[Callable[..., None]] = []
 
 
 def register_architecture(config_class: T) -> T:
@@ -69,16 +69,19 @@ def register_feed_forward(*names: str) -> Callable[[T], T]:
     return add
 
 
-def on_save(function: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Function decorator: `function(config, folder)` runs after a configuration was saved to a folder."""
+def on_save(function: Callable[..., None]) -> Callable[..., None]:
+    """Function decorator: `function(config, folder, **card)` runs after a configuration was saved to a folder.
+
+    `card`: `name` and `tags` for the model card, where they are known.
+    """
     _ON_SAVE.append(function)
     return function
 
 
-def saved(config: Any, folder: Any) -> None:
+def saved(config: Any, folder: Any, **card: Any) -> None:
     """Run what was registered with `on_save`."""
     for function in _ON_SAVE:
-        function(config, folder)
+        function(config, folder, **card)
 
 
 def writes_code() -> bool:

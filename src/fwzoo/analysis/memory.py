@@ -30,7 +30,8 @@ class LayerReport:
         collisions: share of reads of a slot that the text had read before.
         gate: the gate at every token.
         top_slots: slots that every token read, the heaviest first. top_weights: their weights.
-        growth: number of different slots read within the first t tokens, for every t.
+        growth: rows that the memory had written after t tokens, for every t; of a "pkm", which writes none, different slots
+            read.
     """
 
     kind: str
@@ -134,16 +135,18 @@ class MemoryReport:
             written.append(folder / "gates.png")
             figure.savefig(written[-1], dpi=120)
         if slotted:
-            figure = figure_class(figsize=(10, 3.5), layout="constrained")
-            left, middle, right = figure.subplots(1, 3)
+            figure = figure_class(figsize=(13, 3.5), layout="constrained")
+            left, middle, again, right = figure.subplots(1, 4)
             names = [str(i) for i in slotted]
             left.bar(names, [100 * x.used for x in slotted.values()])
             left.set(xlabel="layer", ylabel="slots used, %")
             middle.bar(names, [x.entropy / math.log(max(x.slots, 2)) for x in slotted.values()])
             middle.set(xlabel="layer", ylabel="entropy of use, share of the largest", ylim=(0, 1))
+            again.bar(names, [100 * x.collisions for x in slotted.values()])
+            again.set(xlabel="layer", ylabel="reads on a slot read before, %", ylim=(0, 100))
             for i, x in slotted.items():
                 right.plot(range(1, self.tokens + 1), x.growth or [], label=f"layer {i}")
-            right.set(xlabel="tokens read", ylabel="different slots read")
+            right.set(xlabel="tokens read", ylabel="rows written (pkm: different slots read)")
             right.legend()
             written.append(folder / "slots.png")
             figure.savefig(written[-1], dpi=120)
@@ -203,15 +206,16 @@ def memory_report(model: Any, input_ids: Tensor) -> MemoryReport:
         report = LayerReport(kind=memory.operator.__name__)
         if hasattr(memory, "keys"):
             slots, weights = next(seen)
-            _describe(report, slots[0].flatten(1), weights[0].flatten(1).float(), memory.values.shape[0])
+            _describe(report, slots[0].flatten(1), weights[0].flatten(1).float(), memory)
         if index in gates:
             report.gate = gates[index].tolist()
         layers[index] = report
     return MemoryReport(input_ids.shape[1], layers)
 
 
-def _describe(report: LayerReport, slots: Tensor, weights: Tensor, size: int) -> None:
-    """Fill in what slots and weights `[T, H * k]` say about a table of `size` slots."""
+def _describe(report: LayerReport, slots: Tensor, weights: Tensor, memory: Any) -> None:
+    """Fill in what slots and weights `[T, H * k]` say about the table of a memory."""
+    size = memory.values.shape[0]
     use = torch.zeros(size, device=slots.device).index_add_(0, slots.flatten(), weights.flatten())
     share = use / use.sum()
     different = torch.unique(slots)
@@ -223,4 +227,10 @@ def _describe(report: LayerReport, slots: Tensor, weights: Tensor, size: int) ->
     report.entropy = -torch.special.xlogy(share, share).sum().item()
     report.collisions = 1 - different.numel() / slots.numel()
     report.top_slots, report.top_weights = slots.gather(-1, order).tolist(), weights.gather(-1, order).tolist()
-    report.growth = torch.bincount(first[different], minlength=slots.shape[0]).cumsum(0).tolist()
+    when = first[different]
+    if isinstance(
+        memory, FastMemory
+    ):  # the chunk of the first reader is written when it is full and has its last target
+        chunk = memory.config.memory_chunk_size
+        when = (when // chunk + 1) * chunk + bool(memory.config.lookahead) - 1
+    report.growth = torch.bincount(when[when < slots.shape[0]], minlength=slots.shape[0]).cumsum(0).tolist()

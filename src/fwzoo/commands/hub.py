@@ -8,7 +8,7 @@ from huggingface_hub import create_repo, upload_folder
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from rich.console import Console
 
-from fwzoo.conversion.card import measured_in, render_card
+from fwzoo.conversion.card import is_automatic, measured_in, render_card
 
 from .common import bad, empty_folder, first_sentence, load_model, quiet_transformers
 
@@ -55,13 +55,18 @@ def card(model: str, out: Path | None, name: str | None, **metadata: str | None)
 
 
 def _write(model: str, folder: Path, name: str, metadata: dict[str, str | None]) -> None:
-    """What a repository holds. A card that the model has already is kept, with its new name, unless metadata is given."""
+    """What a repository holds.
+
+    A card that somebody wrote for the model is kept, with its new name, unless metadata is given.
+    """
     loaded, tokenizer = load_model("MODEL", model)
     loaded.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     written, given = Path(model) / "README.md", _given(metadata)
-    if written.is_file() and not given:
-        text = written.read_text(encoding="utf-8").replace(f'"{model}"', f'"{name}"')
+    text = written.read_text(encoding="utf-8") if written.is_file() and not given else ""
+    if text and not is_automatic(text, loaded.config):
+        for old in {model, Path(model).resolve().name}:
+            text = text.replace(f'"{old}"', f'"{name}"')
     else:
         text = render_card(loaded, name, measured=measured_in(model), **given)
     (folder / "README.md").write_text(text, encoding="utf-8")

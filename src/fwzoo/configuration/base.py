@@ -184,7 +184,7 @@ class FwzooConfig(PretrainedConfig):
     # --- what transformers asks for ---
 
     def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
-        """transformers' own; the folder also gets the code that loads the model without fwzoo."""
+        """transformers' own; the folder also gets the code that loads the model without fwzoo, and a card where it has none."""
         super().save_pretrained(save_directory, push_to_hub, **kwargs)
         registry.saved(self, save_directory)
 

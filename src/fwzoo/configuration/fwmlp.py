@@ -14,7 +14,7 @@ from .memories import FastMemoryConfig
 @register_feed_forward_options("fwmlp")
 @register_architecture
 class FwmlpConfig(FastMemoryConfig):
-    """FwMLP: SwiGLU memories, written while they are read, in some layers of a Falcon-3A.
+    """FwMLP: SwiGLU memories, written while they are read, in some layers of a gated delta model.
 
     Args:
         fwmlp_width: width M of the fast SwiGLU; None means memory_key_dim.

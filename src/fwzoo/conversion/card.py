@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +15,12 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import ModelCardData
+from transformers.utils import logging
 
+from .. import registry
 from .._version import __version__
+
+logger = logging.get_logger("fwzoo")
 
 CARD = """\
 ---
@@ -77,6 +83,31 @@ def measured_in(folder: str | Path) -> list[Measured]:
         return []
     step, loss = curve["eval"][-1]
     return [Measured("held-out text", curve["unit"].replace("_", " "), {f"after {step:,} training steps": loss})]
+
+
+def automatic_card(config: Any, folder: str | Path, name: str | None = None, tags: Sequence[str] = ()) -> str:
+    """The card that saving writes: what the configuration says of a model without weights, named after its folder."""
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    return render_card(model.eval(), name or Path(folder).resolve().name, tags=tags)
+
+
+def is_automatic(text: str, config: Any) -> bool:
+    """Whether a card is the one that saving wrote, under whatever name."""
+    name = re.search(r'from_pretrained\("([^"]+)"', text)
+    return name is not None and text == automatic_card(config, ".", name[1])
+
+
+@registry.on_save
+def write_card(config: Any, folder: str | Path, **card: Any) -> None:
+    """Write README.md beside a saved `config.json`, unless the folder has one. No card ever keeps a model from being saved."""
+    path = Path(folder) / "README.md"
+    if type(config) not in registry.architectures().values() or path.exists():
+        return
+    try:
+        path.write_text(automatic_card(config, folder, **card), encoding="utf-8")
+    except RuntimeError as error:  # a module of somebody's own that does not run without values
+        logger.warning(f"{folder} gets no card: {error}")
 
 
 def render_card(

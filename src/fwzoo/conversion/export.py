@@ -73,7 +73,7 @@ def _sources(parts: tuple[tuple[str, str], ...]) -> dict[str, str]:
 
 
 @registry.on_save
-def write_bundle(config: Any, folder: str | Path) -> None:
+def write_bundle(config: Any, folder: str | Path, **card: Any) -> None:
     """Write the code beside a saved `config.json`, and into that file where to find it.
 
     A configuration or module that is not fwzoo's own has no flat form: the folder is left as it is, with a warning.

@@ -98,7 +98,7 @@ def sum_rows(table: Tensor, rows: Tensor, weights: Tensor, counts: Tensor) -> Te
     if table.dtype == weights.dtype:
         offsets = counts.cumsum(0) - counts
         return F.embedding_bag(rows, table, offsets, per_sample_weights=weights, mode="sum")
-    bag = torch.repeat_interleave(counts)
+    bag = torch.repeat_interleave(counts, output_size=rows.shape[0])
     out = weights.new_zeros(counts.shape[0], table.shape[1])
     return out.index_add(0, bag, table[rows].to(weights.dtype) * weights[:, None])
 

@@ -7,9 +7,11 @@ import hashlib
 import json
 import operator
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from huggingface_hub import ModelCard
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
@@ -40,6 +42,8 @@ IGNORED = frozenset(TransformersKwargs.__annotations__) | {
     "token_type_ids",
     "tokenizer",
 }
+
+TEMPLATE_CARD = "This model card has been automatically generated."  # in the card that `push_to_hub` makes up
 
 
 class FwzooBlock(GradientCheckpointingLayer):
@@ -103,6 +107,7 @@ class FwzooPreTrainedModel(PreTrainedModel):
     _no_split_modules: ClassVar[list[str]] = ["FwzooBlock"]
     _skip_keys_device_placement: ClassVar[list[str]] = ["past_key_values", "cache", "layer_past"]
     _is_stateful = False
+    _own_card: str | None = None  # the README.md of the folder that is being saved to
     _can_record_outputs: ClassVar[dict[str, type]] = {"hidden_states": FwzooBlock}
 
     @classmethod
@@ -122,6 +127,23 @@ class FwzooPreTrainedModel(PreTrainedModel):
         except SafetensorError as error:
             name = str(pretrained_model_name_or_path)
             raise OSError(f"the weights of {name!r} are damaged or incomplete ({error}); get them again") from error
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """transformers' own; what the configuration writes beside itself comes with it. A README.md that is there stays."""
+        readme = Path(save_directory) / "README.md"
+        self._own_card = readme.read_text(encoding="utf-8") if readme.is_file() else None
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    def _upload_modified_files(self, working_dir: Any, repo_id: str, *args: Any, **kwargs: Any) -> Any:
+        """transformers' own, which by now put its template where the repository had no card: ours, or the folder's, instead."""
+        readme = Path(working_dir) / "README.md"
+        if self._own_card is not None:
+            readme.write_text(self._own_card, encoding="utf-8")
+        elif registry.writes_code() and readme.is_file() and TEMPLATE_CARD in readme.read_text(encoding="utf-8"):
+            tags = ModelCard.load(readme).data.tags or []
+            readme.unlink()
+            registry.saved(self.config, working_dir, name=repo_id, tags=tags)
+        return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, (nn.Linear, nn.Embedding)):

@@ -71,7 +71,7 @@ def pkm(
     check_retrieval(top_k, score, score_eps, keys.shape[2])
     contract.one_of("return_slots", return_slots, (True, False))
     contract.one_of("sparse_grad", sparse_grad, (True, False))
-    check_finite(None, q=q)
+    check_finite(None, q=q, keys=keys, values=values)
     table = values.detach() if sparse_grad else values
     v, slots, weights = PKM.resolve(level, q.shape[1])(q, keys, table, top_k, score, score_eps)
     if sparse_grad:

@@ -33,7 +33,7 @@ class PkmMemory(StagedBuffers):
 
     def __init__(self, config: Any, layer_index: int) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.layer_index = config, layer_index
         heads, n, size = config.pkm_heads, config.pkm_subkeys, config.memory_key_dim
         self.q_proj = nn.Linear(config.hidden_size, heads * size, bias=False)
         self.keys = nn.Parameter(torch.empty(2, heads, n, size // 2))
@@ -49,7 +49,10 @@ class PkmMemory(StagedBuffers):
         config = self.config
         q = self._normalize(self.q_proj(hidden), mask).unflatten(-1, (config.pkm_heads, -1))
         options = {"top_k": config.pkm_top_k, "score": config.pkm_score, "sparse_grad": config.pkm_sparse_grad}
-        read = pkm(q, self.keys, self.values, **options, level=config.kernel_level)
+        try:
+            read = pkm(q, self.keys, self.values, **options, level=config.kernel_level)
+        except ValueError as error:
+            raise ValueError(f"layer {self.layer_index}: {error}") from error
         assert isinstance(read, Tensor)
         return read.to(hidden.dtype)
 
