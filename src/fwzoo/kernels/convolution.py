@@ -236,7 +236,6 @@ def convolution(
 
     Returns: `[B, T, D]` in the dtype of x; rows of masked tokens are 0.
     """
-    sizes = [ranks.batch, ranks.tokens, ranks.documents, ranks.overlap, ranks.segment, ranks.chunks, ranks.segments]
     past = None if past is None else past.contiguous()
     (y,) = _convolution(
         x.contiguous(),
@@ -245,7 +244,7 @@ def convolution(
         ranks.docs,
         ranks.chunk_doc,
         ranks.rows,
-        sizes,
+        ranks.sizes,
         NORMS[norm],
         head,
         eps,
