@@ -101,10 +101,11 @@ class ShortConvolution(nn.Module):
         past: Tensor | None,
         mask: Tensor | None,
         cu_seqlens: Tensor | None,
-    ) -> tuple[list[Tensor], Tensor]:
+        keep: bool = True,
+    ) -> tuple[list[Tensor], Tensor | None]:
         """The same on a GPU in one pass, for channels that come in parts `[B, T, D_i]` of heads of a size, each with its norm.
 
-        Returns: every part as `[B, T, H, size]`, and the new past.
+        Returns: every part as `[B, T, H, size]`, and the new past, which is None unless it is to be kept.
         """
         from ..kernels import convolution  # only here: fwzoo does not need triton
         from ..kernels.ranks import make_ranks
@@ -122,6 +123,8 @@ class ShortConvolution(nn.Module):
             convolution.convolution(x, weight, own, ranks, head=size, norm=norm, eps=eps).unflatten(-1, (-1, size))
             for x, weight, own, size, norm in zip(parts, self.weight.split(widths), pasts, sizes, norms, strict=True)
         ]
+        if not keep:
+            return heads, None
         if past is None:
             past = parts[0].new_zeros(ranks.documents, self.size - 1, sum(widths))
         kept = [convolution.last_inputs(x, own, ranks) for x, own in zip(parts, past.split(widths, -1), strict=True)]
@@ -175,7 +178,7 @@ class FastWeightMixer(nn.Module):
     ) -> Tensor:
         """hidden `[B, T, D]`; memory: `LayerMemory` or None; mask bool `[B, T]`; cu_seqlens int64 `[S + 1]`."""
         past = {} if memory is None else memory.read()
-        q, k, v, new = self.project(hidden, past, mask, cu_seqlens)
+        q, k, v, new = self.project(hidden, past, mask, cu_seqlens, keep=memory is not None)
         options = {"mask": mask, "cu_seqlens": cu_seqlens, "level": self.config.kernel_level}
         o, state = self.remember(q, k, v, hidden, past, **options)
         if memory is not None:
@@ -199,15 +202,24 @@ class FastWeightMixer(nn.Module):
         return None, 0.0
 
     def project(
-        self, hidden: Tensor, past: dict[str, Tensor], mask: Tensor | None, cu_seqlens: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-        """q, k `[B, T, H, K]`, normed; v `[B, T, H, V]`; and the convolution's new past, whose old one is taken from `past`."""
+        self,
+        hidden: Tensor,
+        past: dict[str, Tensor],
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        keep: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor | None]]:
+        """q, k `[B, T, H, K]`, normed; v `[B, T, H, V]`; and the convolution's new past, whose old one is taken from `past`.
+
+        keep: the new past is wanted; without a cache, as in training, a GPU then has nothing to gather.
+        """
         projected = [self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)]
         norm, eps = self.query_key_norm
         sizes, norms = (self.key_size, self.key_size, self.value_size), (norm, norm, None)
-        new: dict[str, Tensor] = {}
+        new: dict[str, Tensor | None] = {}
         if self.conv is not None and fused_convolution(self.config, hidden):
-            heads, new["conv"] = self.conv.fused(projected, sizes, norms, eps, past.pop("conv", None), mask, cu_seqlens)
+            old = past.pop("conv", None)
+            heads, new["conv"] = self.conv.fused(projected, sizes, norms, eps, old, mask, cu_seqlens, keep)
             return *heads, new
         if self.conv is not None:
             x, new["conv"] = self.conv(torch.cat(projected, -1), past.pop("conv", None), mask, cu_seqlens)
