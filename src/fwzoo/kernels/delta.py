@@ -130,28 +130,30 @@ def _upper(to, since, STRICT: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def _merged(inverse, M, SMALL: tl.constexpr, LARGE: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr):
+    """Inverse of the blocks of LARGE rows of I + M, from that of its blocks of SMALL rows; LARGE is SMALL times 4."""
+    slot = tl.arange(0, C)
+    apart = slot[:, None] // SMALL > slot[None, :] // SMALL
+    together = slot[:, None] // LARGE == slot[None, :] // LARGE
+    coupling = tl.where(apart & together, M, 0.0)
+    if SMALL > 1:
+        coupling = tl.dot(inverse, coupling, input_precision=PRECISION)
+    squared = tl.dot(coupling, coupling, input_precision=PRECISION)  # the fourth power of coupling is 0
+    if SMALL > 1:
+        inverse = tl.dot(squared, inverse, inverse, input_precision=PRECISION)
+    else:
+        inverse += squared
+    return inverse - tl.dot(coupling, inverse, input_precision=PRECISION)
+
+
+@triton.jit
 def _unit_lower_inverse(M, C: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + M)^-1 for strictly lower triangular M `[C, C]`: substitution in 16-row blocks, then the blocks are merged."""
-    BLOCKS: tl.constexpr = C // 16
-    block, row = tl.arange(0, BLOCKS), tl.arange(0, 16)
-    same = block[:, None, None, None] == block[None, None, :, None]
-    diagonal = tl.sum(tl.where(same, tl.reshape(M, [BLOCKS, 16, BLOCKS, 16]), 0.0), 2)
-    inverse = tl.zeros([BLOCKS, 16, 16], tl.float32) + tl.where(row[:, None] == row[None, :], 1.0, 0.0)[None, :, :]
-    for i in range(1, 16):
-        here = row[None, :, None] == i
-        weights = tl.sum(tl.where(here, diagonal, 0.0), 1)
-        earlier = tl.sum(weights[:, :, None] * inverse, 1)
-        inverse = tl.where(here, inverse - earlier[:, None, :], inverse)
-    if BLOCKS == 1:
-        return tl.reshape(inverse, [C, C])
-    wide = tl.reshape(tl.where(same, inverse[:, :, None, :], 0.0), [C, C])
-    slot = tl.arange(0, C) // 16
-    below = tl.where(slot[:, None] > slot[None, :], M, 0.0)
-    coupling = tl.dot(wide, below, input_precision=PRECISION)  # nilpotent: coupling^BLOCKS = 0
-    if BLOCKS > 2:
-        squared = tl.dot(coupling, coupling, input_precision=PRECISION)
-        wide += tl.dot(squared, wide, input_precision=PRECISION)
-    return wide - tl.dot(coupling, wide, input_precision=PRECISION)
+    """(I + M)^-1 for strictly lower triangular M `[64, 64]`, by blocks of 4, 16 and 64 rows: no long alternating sums."""
+    slot = tl.arange(0, C)
+    unit = tl.where(slot[:, None] == slot[None, :], 1.0, 0.0)
+    inverse = _merged(unit, M, 1, 4, C, PRECISION)
+    inverse = _merged(inverse, M, 4, 16, C, PRECISION)
+    return _merged(inverse, M, 16, 64, C, PRECISION)
 
 
 # --- forward ---
@@ -186,13 +188,15 @@ def solve_kernel(
         _store_tile(from_v_t, index, v0, 0, tl.trans(from_v), V, C, BV, C)
 
 
-@triton.jit
-def _scan_forward(
-    k, head, S_in, S_out, strength, upto, upto_low, from_S, residual_t, borders_t, docs, chunk_doc, rows, T, NC, n, h, v0,
+@triton.jit(do_not_specialize=FIXED)
+def scan_kernel(
+    k, head, S_in, S_out, strength, upto, upto_low, from_S, residual_t, borders_t, docs, chunk_doc, rows, T, NC,
     H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Carry S^T `[BV, K]` over the chunks of document n: writes the residuals and the state before every chunk."""
+    """Carry S^T `[BV, K]` over the chunks of a document: writes the state before every chunk, and the residuals over from_v_t."""
+    lane = tl.program_id(1).to(tl.int64)
+    n, h, v0 = lane // H, lane % H, tl.program_id(0) * BV
     begin, end = n * NC, (n + 1) * NC
     if not PLAIN:
         begin, end = tl.load(docs + 4 * n + 2), tl.load(docs + 4 * n + 6)
@@ -216,20 +220,6 @@ def _scan_forward(
         _store_tile(residual_t, index, v0, 0, r, V, C, BV, C)
         S = tl.dot((r * leaves[None, :]).to(WORK), x, S * keep, input_precision=PRECISION)
     tl.store(S_out + place, S, mask=inside)
-
-
-@triton.jit(do_not_specialize=FIXED)
-def scan_kernel(
-    k, head, S_in, S_out, strength, upto, upto_low, from_S, residual_t, borders_t, docs, chunk_doc, rows, T, NC,
-    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """residual_t holds from_v_t and is overwritten with the residuals."""
-    lane = tl.program_id(1).to(tl.int64)
-    _scan_forward(
-        k, head, S_in, S_out, strength, upto, upto_low, from_S, residual_t, borders_t, docs, chunk_doc, rows, T, NC,
-        lane // H, lane % H, tl.program_id(0) * BV, H, K, V, C, BK, BV, SHIFT, W, DECAYED, AFTER, PLAIN, MASKED, WORK, WIDE, PRECISION,
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=FIXED)
@@ -266,35 +256,28 @@ def read_kernel(
 
 @triton.jit(do_not_specialize=FIXED)
 def transposed_solve_kernel(
-    q, k, head, v, d_o, strength, upto, upto_low, solve, from_S, from_v_t, to_r, from_o_t, d_o_t, scale, docs, chunk_doc, rows, T, NC,
+    q, k, head, d_o, strength, upto, upto_low, solve, to_r, from_o_t, d_o_t, scale, docs, chunk_doc, rows, T, NC,
     H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What both scans of the backward pass read. With the gradient dS of the state behind a chunk, the residuals' gradient is
+    """What the scan of the backward pass reads. With the gradient dS of the state behind a chunk, the residuals' gradient is
     dr = from_o + to_r dS, and dS_0 = e^{u_C} dS + (e^c q)^T d_o - (e^a x)^T dr."""
     index = tl.program_id(0).to(tl.int64)
     c, h = index // H, index % H
     row, valid, pairs, paired = _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, W, PLAIN, MASKED, C)
     gain, since, until, total = _gates(strength, upto, upto_low, index, WIDE, C)
-    seen = since if DECAYED else until
     to = since if AFTER else until
-    reads, leaves = tl.exp(seen.to(tl.float32)), gain * tl.exp((total - since).to(tl.float32))
     slot = tl.arange(0, C)
-    inverse = tl.load(solve + index * (C * C) + slot[:, None] * C + slot[None, :])
     inverse_t = tl.load(solve + index * (C * C) + slot[None, :] * C + slot[:, None])
     scores_t = tl.zeros([C, C], tl.float32)
-    reading, leaving = (inverse * reads[None, :]).to(WORK), (inverse_t * leaves[None, :]).to(WORK)
+    leaving = (inverse_t * (gain * tl.exp((total - since).to(tl.float32)))[None, :]).to(WORK)
     for k0 in range(0, K, BK):
         query = _load_rows(q + row * K, valid, k0, K, BK, WORK)
         x = _load_rows(pairs, paired, k0, K, BK, WORK)
         scores_t = tl.dot(x, tl.trans(query), scores_t, input_precision=PRECISION)
-        _store_tile(from_S, index, 0, k0, tl.dot(reading, x, input_precision=PRECISION), C, K, C, BK)
         _store_tile(to_r, index, 0, k0, tl.dot(leaving, x, input_precision=PRECISION), C, K, C, BK)
     scores_t = (scores_t * _upper(to, since, not AFTER, C) * (gain * scale)[:, None]).to(WORK)
     for v0 in range(0, V, BV):
-        value = _load_rows(v + row * V, valid, v0, V, BV, WORK)
-        from_v = tl.dot(inverse, value, input_precision=PRECISION)
-        _store_tile(from_v_t, index, v0, 0, tl.trans(from_v), V, C, BV, C)
         d_out = _load_rows(d_o + row * V, valid, v0, V, BV, WORK)
         d_written = tl.dot(scores_t, d_out, input_precision=PRECISION).to(WORK)
         d_r = tl.dot(inverse_t, d_written, input_precision=PRECISION)
@@ -303,13 +286,15 @@ def transposed_solve_kernel(
         _store_tile(d_o_t, index, v0, 0, tl.trans(d_out), V, C, BV, C)
 
 
-@triton.jit
-def _scan_backward(
-    q, k, head, dS_in, dS_out, strength, upto, upto_low, to_r, d_residual_t, d_o_t, d_borders_t, docs, chunk_doc, rows, T, NC, n, h, v0,
+@triton.jit(do_not_specialize=FIXED)
+def scan_backward_kernel(
+    q, k, head, dS_in, dS_out, strength, upto, upto_low, to_r, d_residual_t, d_o_t, d_borders_t, docs, chunk_doc, rows, T, NC,
     H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Carry dS^T `[BV, K]` back over the chunks of document n: writes the residuals' gradients and dS behind every chunk."""
+    """Carry dS^T `[BV, K]` back over the chunks of a document: writes dS behind every chunk, and the residuals' gradients over from_o."""
+    lane = tl.program_id(1).to(tl.int64)
+    n, h, v0 = lane // H, lane % H, tl.program_id(0) * BV
     begin, end = n * NC, (n + 1) * NC
     if not PLAIN:
         begin, end = tl.load(docs + 4 * n + 2), tl.load(docs + 4 * n + 6)
@@ -340,28 +325,6 @@ def _scan_backward(
 
 
 @triton.jit(do_not_specialize=FIXED)
-def scans_kernel(
-    q, k, head, S_in, S_out, dS_in, dS_out, strength, upto, upto_low, from_S, residual_t, to_r, d_residual_t, d_o_t,
-    borders_t, d_borders_t, docs, chunk_doc, rows, T, NC,
-    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Both scans of the backward pass side by side: states forward again, their gradients backward."""
-    lane = tl.program_id(1).to(tl.int64)
-    n, h, v0 = lane // H, lane % H, (tl.program_id(0) // 2) * BV
-    if tl.program_id(0) % 2 == 0:
-        _scan_forward(
-            k, head, S_in, S_out, strength, upto, upto_low, from_S, residual_t, borders_t, docs, chunk_doc, rows, T, NC,
-            n, h, v0, H, K, V, C, BK, BV, SHIFT, W, DECAYED, AFTER, PLAIN, MASKED, WORK, WIDE, PRECISION,
-        )  # fmt: skip
-    else:
-        _scan_backward(
-            q, k, head, dS_in, dS_out, strength, upto, upto_low, to_r, d_residual_t, d_o_t, d_borders_t, docs, chunk_doc, rows, T, NC,
-            n, h, v0, H, K, V, C, BK, BV, SHIFT, W, DECAYED, AFTER, PLAIN, MASKED, WORK, WIDE, PRECISION,
-        )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=FIXED)
 def gradient_kernel(
     q, k, head, d_o, strength, upto, upto_low, residual_t, d_residual_t, borders_t, d_borders_t,
     d_q, d_k, d_head, d_v, d_strength, d_log_decay, scale, docs, chunk_doc, rows, T, NC,
@@ -384,34 +347,26 @@ def gradient_kernel(
     last = d_k + (row_of(rows, start, length - 1, ends, MASKED) * H + h) * K
 
     s1 = tl.zeros([C, C], tl.float32)
-    for v0 in range(0, V, BV):
-        d_out = _load_rows(d_o + row * V, valid, v0, V, BV, WORK)
-        r_t = _load_tile(residual_t, index, v0, 0, V, C, BV, C)
-        s1 = tl.dot(d_out, r_t, s1, input_precision=PRECISION)
-    s1 = s1 * _lower(to, since, not AFTER, C) * (gain * scale)[None, :]
     s1_t = tl.zeros([C, C], tl.float32)
-    for v0 in range(0, V, BV):
-        d_out = _load_rows(d_o + row * V, valid, v0, V, BV, WORK)
-        r_t = _load_tile(residual_t, index, v0, 0, V, C, BV, C)
-        s1_t = tl.dot(tl.trans(r_t), tl.trans(d_out), s1_t, input_precision=PRECISION)
-    s1_t = (s1_t * _upper(to, since, not AFTER, C) * (gain * scale)[:, None]).to(WORK)
     s2 = tl.zeros([C, C], tl.float32)
-    for v0 in range(0, V, BV):
+    s2_t = tl.zeros([C, C], tl.float32)
+    for v0 in tl.static_range(0, V, BV):
+        d_out = _load_rows(d_o + row * V, valid, v0, V, BV, WORK)
         r_t = _load_tile(residual_t, index, v0, 0, V, C, BV, C)
         d_r_t = _load_tile(d_residual_t, index, v0, 0, V, C, BV, C)
+        s1 = tl.dot(d_out, r_t, s1, input_precision=PRECISION)
+        s1_t = tl.dot(tl.trans(r_t), tl.trans(d_out), s1_t, input_precision=PRECISION)
         s2 = tl.dot(tl.trans(d_r_t), r_t, s2, input_precision=PRECISION)
+        s2_t = tl.dot(tl.trans(r_t), d_r_t, s2_t, input_precision=PRECISION)
         value = v0 + tl.arange(0, BV)
         where = d_v + row[None, :] * V + value[:, None]
         tl.store(where, d_r_t.to(d_v.dtype.element_ty), mask=valid[None, :] & (value < V)[:, None])
+    s1 = s1 * _lower(to, since, not AFTER, C) * (gain * scale)[None, :]
+    s1_t = (s1_t * _upper(to, since, not AFTER, C) * (gain * scale)[:, None]).to(WORK)
     # dr = eta times the gradient of what is written, so eta's own gradient is r . dr / eta
     d_gain = tl.sum(tl.where(slot[:, None] == slot[None, :], s2, 0.0), 1) / gain
     tl.store(d_strength + index * C + slot, d_gain)
     s2 = s2 * _lower(seen, since, True, C) * -gain[None, :]
-    s2_t = tl.zeros([C, C], tl.float32)
-    for v0 in range(0, V, BV):
-        r_t = _load_tile(residual_t, index, v0, 0, V, C, BV, C)
-        d_r_t = _load_tile(d_residual_t, index, v0, 0, V, C, BV, C)
-        s2_t = tl.dot(tl.trans(r_t), d_r_t, s2_t, input_precision=PRECISION)
     s2_t = (s2_t * _upper(seen, since, True, C) * -gain[:, None]).to(WORK)
 
     d_step = tl.zeros([C], tl.float32)
@@ -442,10 +397,19 @@ def gradient_kernel(
         query = _load_rows(q + row * K, valid, k0, K, BK, WORK)
         x = _load_rows(pairs, paired, k0, K, BK, WORK)
         from_o = tl.zeros([C, BK], tl.float32)
-        for v0 in range(0, V, BV):
+        from_r = tl.zeros([C, BK], tl.float32)
+        from_S = tl.zeros([C, BK], tl.float32)
+        for v0 in tl.static_range(0, V, BV):
             S_t = _load_tile(borders_t, index, v0, k0, V, K, BV, BK)
-            d_out = _load_rows(d_o + row * V, valid, v0, V, BV, WORK)
+            dS_t = _load_tile(d_borders_t, index, v0, k0, V, K, BV, BK)
+            d_kept += tl.sum(dS_t.to(tl.float32) * S_t.to(tl.float32))
+            if V > BV:
+                d_out = _load_rows(d_o + row * V, valid, v0, V, BV, WORK)
+                r_t = _load_tile(residual_t, index, v0, 0, V, C, BV, C)
+                d_r_t = _load_tile(d_residual_t, index, v0, 0, V, C, BV, C)
             from_o = tl.dot(d_out, S_t, from_o, input_precision=PRECISION)
+            from_r = tl.dot(tl.trans(d_r_t), S_t, from_r, input_precision=PRECISION)
+            from_S = tl.dot(tl.trans(r_t), dS_t, from_S, input_precision=PRECISION)
         from_o = from_o * outs[:, None]
         if WIDE:
             d_read += tl.sum(query.to(tl.float32) * from_o, 1)
@@ -454,23 +418,12 @@ def gradient_kernel(
             d_read += tl.sum(query.to(tl.float32) * from_o, 1)
         pointers = d_q + row[:, None] * K + column[None, :]
         tl.store(pointers, from_o.to(d_q.dtype.element_ty), mask=valid[:, None] & (column < K)[None, :])
-        from_r = tl.zeros([C, BK], tl.float32)
-        for v0 in range(0, V, BV):
-            S_t = _load_tile(borders_t, index, v0, k0, V, K, BV, BK)
-            d_r_t = _load_tile(d_residual_t, index, v0, 0, V, C, BV, C)
-            from_r = tl.dot(tl.trans(d_r_t), S_t, from_r, input_precision=PRECISION)
         from_r = from_r * -reads[:, None]
         if WIDE:
             d_seen += tl.sum(x.to(tl.float32) * from_r, 1)
         from_r = tl.dot(s2, x, from_r, input_precision=PRECISION)
         if not WIDE:
             d_seen += tl.sum(x.to(tl.float32) * from_r, 1)
-        from_S = tl.zeros([C, BK], tl.float32)
-        for v0 in range(0, V, BV):
-            dS_t = _load_tile(d_borders_t, index, v0, k0, V, K, BV, BK)
-            r_t = _load_tile(residual_t, index, v0, 0, V, C, BV, C)
-            from_S = tl.dot(tl.trans(r_t), dS_t, from_S, input_precision=PRECISION)
-            d_kept += tl.sum(dS_t.to(tl.float32) * _load_tile(borders_t, index, v0, k0, V, K, BV, BK).to(tl.float32))
         from_S = from_S * leaves[:, None]
         d_left += tl.sum(x.to(tl.float32) * from_S, 1)
         written = tl.dot(s1_t, query, input_precision=PRECISION)
@@ -521,7 +474,7 @@ SETTINGS: dict[str, dict[str, int]] = {
     "scan": {"BV": 64, "num_warps": 4, "num_stages": 3},
     "read": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
     "transposed_solve": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
-    "scans": {"BV": 64, "num_warps": 4, "num_stages": 1},
+    "scan_backward": {"BV": 64, "num_warps": 4, "num_stages": 1},
     "gradient": {"BK": 64, "BV": 128, "num_warps": 4, "num_stages": 1},
     "window_gradient": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
     "response": {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
@@ -534,7 +487,7 @@ SETTINGS_WIDE: dict[str, dict[str, int]] = {
     "scan": {"BV": 16, "num_warps": 8, "num_stages": 1},
     "read": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
     "transposed_solve": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
-    "scans": {"BV": 16, "num_warps": 8, "num_stages": 1},
+    "scan_backward": {"BV": 16, "num_warps": 8, "num_stages": 1},
     "gradient": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
     "window_gradient": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
     "response": {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
@@ -554,7 +507,7 @@ def _settings(name: str, q: Tensor, v: Tensor, ranks: Ranks, form: Form) -> dict
     own = dict((SETTINGS if q.dtype == torch.bfloat16 else SETTINGS_WIDE)[name])
     own["BV"] = min(own["BV"], max(64, block(V)))
     own["BK"] = min(own["BK"], max(64, block(K))) if "BK" in own else max(64, block(K))
-    if name in ("scan", "scans") and q.dtype == torch.bfloat16:
+    if name in ("scan", "scan_backward") and q.dtype == torch.bfloat16:
         few = ranks.documents * q.shape[2] * triton.cdiv(V, own["BV"]) < 64  # states: cut them finer
         if few or K > 128:
             own |= {"BV": 32, "num_stages": 3 if name == "scan" and K <= 128 else 2}
@@ -573,6 +526,14 @@ def _settings(name: str, q: Tensor, v: Tensor, ranks: Ranks, form: Form) -> dict
     }
 
 
+def kept_like(q: Tensor, v: Tensor, chunks: int, squares: tuple[int, ...] = ()) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty tensors in the shapes of what the forward pass keeps: `[M * H, *squares, C, C]`, residual_t and borders_t."""
+    M, K, V, work = chunks * q.shape[2], q.shape[3], v.shape[3], work_dtype(q)
+    sizes = (*squares, CHUNK, CHUNK), (V, CHUNK), (V, K)
+    square, residual_t, borders_t = (q.new_empty(M, *size, dtype=work) for size in sizes)
+    return square, residual_t, borders_t
+
+
 def delta_forward(
     q: Tensor,
     k: Tensor,
@@ -584,8 +545,8 @@ def delta_forward(
     S: Tensor,
     ranks: Ranks,
     form: Form,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, new state, and the inverse of every chunk's system `[M * H, C, C]`, which the backward pass takes.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Output, new state, and what the backward pass takes: the inverse of every chunk's system, residual_t and borders_t.
 
     Args:
         q, k: `[B, T, H, K]`. head: pair key of each document's first token `[N, H, 1, K]` (read when pairs are shifted).
@@ -593,10 +554,8 @@ def delta_forward(
         S: `[N, H, K, V]`. Everything is contiguous.
     """
     heads, M = q.shape[2], ranks.chunks * q.shape[2]
-    (K, V), C, work = (q.shape[3], v.shape[3]), CHUNK, work_dtype(q)
-    solve, from_S, residual_t, borders_t = (
-        q.new_empty(M, *size, dtype=work) for size in ((C, C), (C, K), (V, C), (V, K))
-    )
+    V, (solve, residual_t, borders_t) = v.shape[3], kept_like(q, v, ranks.chunks)
+    from_S = q.new_empty(M, CHUNK, q.shape[3], dtype=solve.dtype)
     o, S_out = (torch.empty_like if ranks.rows is None else torch.zeros_like)(v), torch.empty_like(S)
     gates = (strength, upto, upto_low)
     with on_device(q):
@@ -610,7 +569,7 @@ def delta_forward(
         read_kernel[(M, triton.cdiv(V, settings["BV"]))](
             q, k, head, *gates, residual_t=residual_t, borders_t=borders_t, o=o, scale=form.scale, **settings
         )
-    return o, S_out, solve
+    return o, S_out, solve, residual_t, borders_t
 
 
 def delta_backward(
@@ -621,8 +580,9 @@ def delta_backward(
     strength: Tensor,
     upto: Tensor,
     upto_low: Tensor,
-    S: Tensor,
     solve: Tensor,
+    residual_t: Tensor,
+    borders_t: Tensor,
     d_o: Tensor,
     d_S_out: Tensor,
     ranks: Ranks,
@@ -631,24 +591,33 @@ def delta_backward(
     """Gradients of q, k, head, v, strength, the log-decay of every token (`[M, H, C]`), and S."""
     heads, M = q.shape[2], ranks.chunks * q.shape[2]
     (K, V), C, work = (q.shape[3], v.shape[3]), CHUNK, work_dtype(q)
-    from_S, to_r, residual_t, d_residual_t, d_o_t, borders_t, d_borders_t = (
-        q.new_empty(M, *size, dtype=work) for size in ((C, K), (C, K), (V, C), (V, C), (V, C), (V, K), (V, K))
+    to_r, d_residual_t, d_o_t, d_borders_t = (
+        q.new_empty(M, *size, dtype=work) for size in ((C, K), (V, C), (V, C), (V, K))
     )
     make = torch.empty_like if ranks.rows is None else torch.zeros_like
     d_q, d_k, d_v, d_head = make(q), make(k), make(v), torch.zeros_like(head)
     d_strength, d_log_decay = torch.empty_like(strength), torch.empty_like(upto)
-    S_again, d_S = torch.empty_like(S), torch.empty_like(S)
+    d_S = torch.empty_like(d_S_out)
     gates = (strength, upto, upto_low)
     with on_device(q):
         settings = _settings("transposed_solve", q, v, ranks, form)
         transposed_solve_kernel[(M,)](
-            q, k, head, v, d_o, *gates, solve=solve, from_S=from_S, from_v_t=residual_t, to_r=to_r,
-            from_o_t=d_residual_t, d_o_t=d_o_t, scale=form.scale, **settings,
-        )  # fmt: skip
-        settings = _settings("scans", q, v, ranks, form)
-        scans_kernel[(2 * triton.cdiv(V, settings["BV"]), ranks.documents * heads)](
-            q, k, head, S, S_again, d_S_out, d_S, *gates, from_S=from_S, residual_t=residual_t, to_r=to_r,
-            d_residual_t=d_residual_t, d_o_t=d_o_t, borders_t=borders_t, d_borders_t=d_borders_t, **settings,
+            q,
+            k,
+            head,
+            d_o,
+            *gates,
+            solve=solve,
+            to_r=to_r,
+            from_o_t=d_residual_t,
+            d_o_t=d_o_t,
+            scale=form.scale,
+            **settings,
+        )
+        settings = _settings("scan_backward", q, v, ranks, form)
+        scan_backward_kernel[(triton.cdiv(V, settings["BV"]), ranks.documents * heads)](
+            q, k, head, d_S_out, d_S, *gates, to_r=to_r, d_residual_t=d_residual_t, d_o_t=d_o_t, d_borders_t=d_borders_t,
+            **settings,
         )  # fmt: skip
         settings = _settings("gradient", q, v, ranks, form)
         gradient_kernel[(M,)](

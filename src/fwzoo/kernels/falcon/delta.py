@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..delta import Form, delta_backward, delta_forward, work_dtype
+from ..delta import Form, delta_backward, delta_forward, kept_like
 from ..gpu import custom
 from ..ranks import CHUNK, Ranks
 from .prepass import Gates, gates, gates_backward, pack, unpack
@@ -57,25 +57,23 @@ def _forward(
     rule: str,
     flags: list[int],
     numbers: list[float],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
     found, vector = gates(k, head_x, beta, ridge, first, count, ranks, options)
-    strength, upto, upto_low, _energy = found
     if options.window > 1:
-        o, S, solve = window_forward(q, k, head_x, v, head_v, first, strength, upto, upto_low, S, ranks, _form(options))
+        results = window_forward(q, k, head_x, v, head_v, first, *found[:3], S, ranks, _form(options))
     else:
-        o, S, solve = delta_forward(q, k, head_x, v, strength, upto, upto_low, S, ranks, _form(options))
-    return o, S, solve, found, vector
+        results = delta_forward(q, k, head_x, v, *found[:3], S, ranks, _form(options))
+    return *results, found, vector
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    S, (ranks, options) = others[4], unpack(*others[7:])
-    tiles, wide = ranks.chunks * q.shape[2], {"dtype": torch.float32}
+    S, (ranks, options), wide = others[4], unpack(*others[7:]), {"dtype": torch.float32}
     windows = ranks.batch * ranks.tokens if options.window > 1 and options.needs_energy else 0
     return (
         torch.empty_like(v),
         torch.empty_like(S),
-        q.new_empty(tiles, *((4,) if options.window > 1 else ()), CHUNK, CHUNK, dtype=work_dtype(q)),
+        *kept_like(q, v, ranks.chunks, (4,) if options.window > 1 else ()),
         q.new_empty(4, ranks.chunks, q.shape[2], CHUNK, **wide),
         q.new_empty(windows, q.shape[2], options.window, **wide) if windows else q.new_empty(0, **wide),
     )
@@ -105,19 +103,33 @@ def _backward(
     o: Tensor,
     S_out: Tensor,
     solve: Tensor,
+    residual_t: Tensor,
+    borders_t: Tensor,
     found: Tensor,
     vector: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
     d_o, d_S_out = d_o.contiguous(), d_S_out.contiguous()
-    strength, upto, upto_low, _energy = found
     if options.window > 1:
         d_q, d_k, d_head_x, d_v, d_head_v, d_strength, d_log_decay, d_S = window_backward(
-            q, k, head_x, v, head_v, first, strength, upto, upto_low, S, solve, d_o, d_S_out, ranks, _form(options)
+            q,
+            k,
+            head_x,
+            v,
+            head_v,
+            first,
+            *found[:3],
+            solve,
+            residual_t,
+            borders_t,
+            d_o,
+            d_S_out,
+            ranks,
+            _form(options),
         )
     else:
         d_q, d_k, d_head_x, d_v, d_strength, d_log_decay, d_S = delta_backward(
-            q, k, head_x, v, strength, upto, upto_low, S, solve, d_o, d_S_out, ranks, _form(options)
+            q, k, head_x, v, *found[:3], solve, residual_t, borders_t, d_o, d_S_out, ranks, _form(options)
         )
         d_head_v = torch.zeros_like(head_v)
     d_beta, d_ridge = gates_backward(

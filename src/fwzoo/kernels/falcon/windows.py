@@ -26,8 +26,9 @@ from ..delta import (
     _rows,
     _settings,
     _store_tile,
+    kept_like,
+    scan_backward_kernel,
     scan_kernel,
-    scans_kernel,
     work_dtype,
 )
 from ..gpu import block, key_pointers, of_chunk, on_device, value_pointers
@@ -217,30 +218,24 @@ def window_read_kernel(
 
 @triton.jit(do_not_specialize=FIXED)
 def window_transposed_kernel(
-    k, head, v, head_v, first, d_o, strength, upto, upto_low, responses, from_S, from_v_t, to_r, from_o_t, d_o_t, docs, chunk_doc, rows, T, NC,
+    k, head, d_o, strength, upto, upto_low, responses, to_r, from_o_t, d_o_t, docs, chunk_doc, rows, T, NC,
     H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What both scans of the backward pass read, as `delta.transposed_solve_kernel`."""
+    """What the scan of the backward pass reads, as `delta.transposed_solve_kernel`."""
     index = tl.program_id(0).to(tl.int64)
     c, h = index // H, index % H
     row, valid, pairs, paired = _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, W, PLAIN, MASKED, C)
-    values, present = _values(v, head_v, first, docs, chunk_doc, rows, c, h, T, NC, H, V, SHIFT, W, PLAIN, MASKED, C)
     _gain, since, until, _total = _gates(strength, upto, upto_low, index, WIDE, C)
     outs = tl.exp((since if AFTER else until).to(tl.float32))
     slot = tl.arange(0, C)
     across = responses + index * (4 * C * C) + slot[None, :] * C + slot[:, None]
-    write = _load_tile(responses, index * 4 + 1, 0, 0, C, C, C, C)
     write_t = tl.load(across + C * C)
     for k0 in range(0, K, BK):
         x = _load_rows(pairs, paired, k0, K, BK, WORK)
-        _store_tile(from_S, index, 0, k0, tl.dot(write, x, input_precision=PRECISION), C, K, C, BK)
         _store_tile(to_r, index, 0, k0, tl.dot(write_t, x, input_precision=PRECISION), C, K, C, BK)
-    write = _load_tile(responses, index * 4, 0, 0, C, C, C, C)
     read_t = tl.load(across + 3 * C * C)
     for v0 in range(0, V, BV):
-        value = _load_rows(values, present, v0, V, BV, WORK)
-        _store_tile(from_v_t, index, v0, 0, tl.trans(tl.dot(write, value, input_precision=PRECISION)), V, C, BV, C)
         d_out = _load_rows(d_o + row * V, valid, v0, V, BV, WORK)
         _store_tile(from_o_t, index, v0, 0, tl.trans(tl.dot(read_t, d_out, input_precision=PRECISION)), V, C, BV, C)
         _store_tile(d_o_t, index, v0, 0, tl.trans(d_out * outs[:, None]), V, C, BV, C)
@@ -581,13 +576,12 @@ def window_forward(
     S: Tensor,
     ranks: Ranks,
     form: Form,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, new state, and the responses of every chunk `[M * H, 4, C, C]`; arguments as in `delta.delta_forward`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Output, new state, the responses of every chunk `[M * H, 4, C, C]`, residual_t and borders_t; arguments as in
+    `delta.delta_forward`."""
     heads, M = q.shape[2], ranks.chunks * q.shape[2]
-    (K, V), C, work = (q.shape[3], v.shape[3]), CHUNK, work_dtype(q)
-    responses, from_S, residual_t, borders_t = (
-        q.new_empty(M, *size, dtype=work) for size in ((4, C, C), (C, K), (V, C), (V, K))
-    )
+    V, C, (responses, residual_t, borders_t) = v.shape[3], CHUNK, kept_like(q, v, ranks.chunks, (4,))
+    from_S = q.new_empty(M, C, q.shape[3], dtype=responses.dtype)
     programs = min(PROGRAMS, M)
     scratch = q.new_empty(programs, 4, C, C, dtype=torch.float32)
     o, S_out = (torch.empty_like if ranks.rows is None else torch.zeros_like)(v), torch.empty_like(S)
@@ -617,7 +611,7 @@ def window_forward(
         window_read_kernel[(M, triton.cdiv(V, settings["BV"]))](
             q, k, head_x, v, head_v, first, *gates, responses=responses, borders_t=borders_t, o=o, **settings
         )
-    return o, S_out, responses
+    return o, S_out, responses, residual_t, borders_t
 
 
 def window_backward(
@@ -630,8 +624,9 @@ def window_backward(
     strength: Tensor,
     upto: Tensor,
     upto_low: Tensor,
-    S: Tensor,
     responses: Tensor,
+    residual_t: Tensor,
+    borders_t: Tensor,
     d_o: Tensor,
     d_S_out: Tensor,
     ranks: Ranks,
@@ -640,15 +635,14 @@ def window_backward(
     """Gradients of q, k, head_x, v, head_v, strength, the log-decay of every token (`[M, H, C]`), and S."""
     heads, M = q.shape[2], ranks.chunks * q.shape[2]
     (K, V), C, work, shared = (q.shape[3], v.shape[3]), CHUNK, work_dtype(q), form.window - 1
-    from_S, to_r, residual_t, d_residual_t, d_o_t, borders_t, d_borders_t, d_responses, d_couplings = (
-        q.new_empty(M, *size, dtype=work)
-        for size in ((C, K), (C, K), (V, C), (V, C), (V, C), (V, K), (V, K), (4, C, C), (2, C, C))
+    to_r, d_residual_t, d_o_t, d_borders_t, d_responses, d_couplings = (
+        q.new_empty(M, *size, dtype=work) for size in ((C, K), (V, C), (V, C), (V, K), (4, C, C), (2, C, C))
     )
     d_q = (torch.empty_like if ranks.rows is None else torch.zeros_like)(q)
     d_k, d_v, d_head_x, d_head_v = (torch.zeros_like(x) for x in (k, v, head_x, head_v))
     carry_k, carry_v = q.new_empty(M, shared, K), v.new_empty(M, shared, V)
     d_strength, d_log_decay = torch.empty_like(strength), torch.empty_like(upto)
-    S_again, d_S = torch.empty_like(S), torch.empty_like(S)
+    d_S = torch.empty_like(d_S_out)
     gates = (strength, upto, upto_low)
     width = triton.next_power_of_2(form.window)
     programs = min(PROGRAMS, M)
@@ -659,13 +653,12 @@ def window_backward(
     with on_device(q):
         settings = _settings("apply", q, v, ranks, form)
         window_transposed_kernel[(M,)](
-            k, head_x, v, head_v, first, d_o, *gates, responses=responses, from_S=from_S, from_v_t=residual_t, to_r=to_r,
-            from_o_t=d_residual_t, d_o_t=d_o_t, **settings,
-        )  # fmt: skip
-        settings = _settings("scans", q, v, ranks, form)
-        scans_kernel[(2 * triton.cdiv(V, settings["BV"]), ranks.documents * heads)](
-            q, k, head_x, S, S_again, d_S_out, d_S, *gates, from_S=from_S, residual_t=residual_t, to_r=to_r,
-            d_residual_t=d_residual_t, d_o_t=d_o_t, borders_t=borders_t, d_borders_t=d_borders_t, **settings,
+            k, head_x, d_o, *gates, responses=responses, to_r=to_r, from_o_t=d_residual_t, d_o_t=d_o_t, **settings
+        )
+        settings = _settings("scan_backward", q, v, ranks, form)
+        scan_backward_kernel[(triton.cdiv(V, settings["BV"]), ranks.documents * heads)](
+            q, k, head_x, d_S_out, d_S, *gates, to_r=to_r, d_residual_t=d_residual_t, d_o_t=d_o_t, d_borders_t=d_borders_t,
+            **settings,
         )  # fmt: skip
         settings = _settings("window_gradient", q, v, ranks, form)
         window_product_kernel[(M,)](

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from .. import step
 from ..contract import few_tokens
-from ..delta import Form, delta_backward, delta_forward, work_dtype
+from ..delta import Form, delta_backward, delta_forward, kept_like
 from ..gpu import custom, into_chunks, out_of_chunks, prefix
-from ..ranks import CHUNK, make_ranks, ranks_of
+from ..ranks import make_ranks, ranks_of
 from .reference import GatedDeltaState
 
 
@@ -25,37 +25,45 @@ def gated_delta_triton(
         return o, GatedDeltaState(S)
     ranks = make_ranks(q, mask, bounds)
     q, k, v, log_decay, beta, S = (x.contiguous() for x in (q, k, v, log_decay, beta, state.S))
-    o, S, _solve = _gated_delta(q, k, v, log_decay, beta, S, *ranks.tables, ranks.sizes, float(scale))
+    o, S, *_kept = _gated_delta(q, k, v, log_decay, beta, S, *ranks.tables, ranks.sizes, float(scale))
     return o, GatedDeltaState(S)
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, S: Tensor, docs: Tensor | None,
     chunk_doc: Tensor | None, segment_doc: Tensor | None, rows: Tensor | None, sizes: list[int], scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     ranks, form = ranks_of(sizes, docs, chunk_doc, segment_doc, rows), Form(shifted=False, decayed=True, scale=scale)
     upto, upto_low = prefix(log_decay, ranks)
     return delta_forward(q, k, k, v, into_chunks(beta, ranks), upto, upto_low, S, ranks, form)
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, S: Tensor, *others: Any) -> Any:
-    chunks = others[4][5]
-    return (
-        torch.empty_like(v),
-        torch.empty_like(S),
-        q.new_empty(chunks * q.shape[2], CHUNK, CHUNK, dtype=work_dtype(q)),
-    )
+    return torch.empty_like(v), torch.empty_like(S), *kept_like(q, v, others[4][5])
 
 
 def _backward(
     d_o: Tensor, d_S_out: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, S: Tensor,
     docs: Tensor | None, chunk_doc: Tensor | None, segment_doc: Tensor | None, rows: Tensor | None,
-    sizes: list[int], scale: float, o: Tensor, S_out: Tensor, solve: Tensor,
+    sizes: list[int], scale: float, o: Tensor, S_out: Tensor, solve: Tensor, residual_t: Tensor, borders_t: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     ranks, form = ranks_of(sizes, docs, chunk_doc, segment_doc, rows), Form(shifted=False, decayed=True, scale=scale)
     strength, (upto, upto_low) = into_chunks(beta, ranks), prefix(log_decay, ranks)
     d_q, d_k, _d_head, d_v, d_beta, d_log_decay, d_S = delta_backward(
-        q, k, k, v, strength, upto, upto_low, S, solve, d_o.contiguous(), d_S_out.contiguous(), ranks, form
+        q,
+        k,
+        k,
+        v,
+        strength,
+        upto,
+        upto_low,
+        solve,
+        residual_t,
+        borders_t,
+        d_o.contiguous(),
+        d_S_out.contiguous(),
+        ranks,
+        form,
     )
     d_log_decay = out_of_chunks(d_log_decay, ranks, log_decay.dtype)
     return d_q, d_k, d_v, d_log_decay, out_of_chunks(d_beta, ranks, beta.dtype), d_S
