@@ -324,125 +324,163 @@ def scan_backward_kernel(
     tl.store(dS_out + place, dS, mask=inside)
 
 
+@triton.jit
+def _spans(products, INCLUSIVE: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr):
+    """Gradient of the log-decay of every token from those of the pairs (i, j) whose decay runs over it, added exactly."""
+    slot = tl.arange(0, C)
+    behind = slot[:, None] - slot[None, :]
+    crossed = behind <= 0 if INCLUSIVE else behind < 0
+    sums = tl.dot(tl.where(crossed, 1.0, 0.0), products, input_precision=PRECISION)
+    return tl.sum(tl.where(behind > 0, sums, 0.0), 1)
+
+
 @triton.jit(do_not_specialize=FIXED)
-def gradient_kernel(
-    q, k, head, d_o, strength, upto, upto_low, residual_t, d_residual_t, borders_t, d_borders_t,
-    d_q, d_k, d_head, d_v, d_strength, d_log_decay, scale, docs, chunk_doc, rows, T, NC,
+def query_gradient_kernel(
+    q, k, head, d_o, strength, upto, upto_low, residual_t, borders_t, d_q, d_k, d_head, d_log_decay, scale, docs, chunk_doc, rows, T, NC,
     H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a tile's inputs. Transposed products are formed anew from their operands, never by transposing a result."""
+    """Gradients through the reads of a tile: of its queries, and first parts of those of its keys and log-decays.
+
+    Transposed products are formed anew from their operands, never by transposing a result.
+    """
     index = tl.program_id(0).to(tl.int64)
     c, h = index // H, index % H
     row, valid, pairs, paired = _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, W, PLAIN, MASKED, C)
-    gain, since, until, total = _gates(strength, upto, upto_low, index, WIDE, C)
-    seen = since if DECAYED else until
+    _row, _valid, targets, _paired = _rows(
+        d_k, d_head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, W, PLAIN, MASKED, C
+    )
+    gain, since, until, _total = _gates(strength, upto, upto_low, index, WIDE, C)
     to = since if AFTER else until
-    reads, outs = tl.exp(seen.to(tl.float32)), tl.exp(to.to(tl.float32)) * scale
-    leaves = gain * tl.exp((total - since).to(tl.float32))
-    slot = tl.arange(0, C)
-    n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
-    targets, _ok = key_pointers(d_k, d_head, rows, n, start, length, h, i * C + slot, H, K, W, SHIFT, MASKED)
-    ends = (i * C < length) & (i * C + C >= length)  # the document's last chunk
-    last = d_k + (row_of(rows, start, length - 1, ends, MASKED) * H + h) * K
-
-    s1 = tl.zeros([C, C], tl.float32)
-    s1_t = tl.zeros([C, C], tl.float32)
-    s2 = tl.zeros([C, C], tl.float32)
-    s2_t = tl.zeros([C, C], tl.float32)
+    s = tl.zeros([C, C], tl.float32)
+    s_t = tl.zeros([C, C], tl.float32)
     for v0 in tl.static_range(0, V, BV):
         d_out = _load_rows(d_o + row * V, valid, v0, V, BV, WORK)
         r_t = _load_tile(residual_t, index, v0, 0, V, C, BV, C)
-        d_r_t = _load_tile(d_residual_t, index, v0, 0, V, C, BV, C)
-        s1 = tl.dot(d_out, r_t, s1, input_precision=PRECISION)
-        s1_t = tl.dot(tl.trans(r_t), tl.trans(d_out), s1_t, input_precision=PRECISION)
-        s2 = tl.dot(tl.trans(d_r_t), r_t, s2, input_precision=PRECISION)
-        s2_t = tl.dot(tl.trans(r_t), d_r_t, s2_t, input_precision=PRECISION)
-        value = v0 + tl.arange(0, BV)
-        where = d_v + row[None, :] * V + value[:, None]
-        tl.store(where, d_r_t.to(d_v.dtype.element_ty), mask=valid[None, :] & (value < V)[:, None])
-    s1 = s1 * _lower(to, since, not AFTER, C) * (gain * scale)[None, :]
-    s1_t = (s1_t * _upper(to, since, not AFTER, C) * (gain * scale)[:, None]).to(WORK)
-    # dr = eta times the gradient of what is written, so eta's own gradient is r . dr / eta
-    d_gain = tl.sum(tl.where(slot[:, None] == slot[None, :], s2, 0.0), 1) / gain
-    tl.store(d_strength + index * C + slot, d_gain)
-    s2 = s2 * _lower(seen, since, True, C) * -gain[None, :]
-    s2_t = (s2_t * _upper(seen, since, True, C) * -gain[:, None]).to(WORK)
-
+        s = tl.dot(d_out, r_t, s, input_precision=PRECISION)
+        s_t = tl.dot(tl.trans(r_t), tl.trans(d_out), s_t, input_precision=PRECISION)
+    s = s * _lower(to, since, not AFTER, C) * (gain * scale)[None, :]
+    s_t = (s_t * _upper(to, since, not AFTER, C) * (gain * scale)[:, None]).to(WORK)
     d_step = tl.zeros([C], tl.float32)
     if WIDE:
-        # every pair (i, j) decays over the steps between its tokens: add exactly those, so that nothing has to cancel
-        read = tl.zeros([C, C], tl.float32)
-        wrote = tl.zeros([C, C], tl.float32)
+        scores = tl.zeros([C, C], tl.float32)
         for k0 in range(0, K, BK):
             query = _load_rows(q + row * K, valid, k0, K, BK, WORK)
             x = _load_rows(pairs, paired, k0, K, BK, WORK)
-            read = tl.dot(query, tl.trans(x), read, input_precision=PRECISION)
-            wrote = tl.dot(x, tl.trans(x), wrote, input_precision=PRECISION)
-        behind = slot[:, None] - slot[None, :]
-        crossed = behind <= 0 if AFTER else behind < 0
-        spans = tl.dot(tl.where(crossed, 1.0, 0.0), read * s1, input_precision=PRECISION)
-        crossed = behind <= 0 if DECAYED else behind < 0
-        spans = tl.dot(tl.where(crossed, 1.0, 0.0), wrote * s2, spans, input_precision=PRECISION)
-        d_step = tl.sum(tl.where(behind > 0, spans, 0.0), 1)
-    s1, s2 = s1.to(WORK), s2.to(WORK)
-
+            scores = tl.dot(query, tl.trans(x), scores, input_precision=PRECISION)
+        d_step = _spans(scores * s, AFTER, C, PRECISION)
+    s, outs = s.to(WORK), tl.exp(to.to(tl.float32)) * scale
     d_read = tl.zeros([C], tl.float32)
+    d_since = tl.zeros([C], tl.float32)
+    for k0 in range(0, K, BK):
+        column = k0 + tl.arange(0, BK)
+        query = _load_rows(q + row * K, valid, k0, K, BK, WORK)
+        x = _load_rows(pairs, paired, k0, K, BK, WORK)
+        from_o = tl.zeros([C, BK], tl.float32)
+        for v0 in tl.static_range(0, V, BV):
+            if V > BV:
+                d_out = _load_rows(d_o + row * V, valid, v0, V, BV, WORK)
+            S_t = _load_tile(borders_t, index, v0, k0, V, K, BV, BK)
+            from_o = tl.dot(d_out, S_t, from_o, input_precision=PRECISION)
+        from_o = from_o * outs[:, None]
+        if WIDE:
+            d_read += tl.sum(query.to(tl.float32) * from_o, 1)
+        from_o = tl.dot(s, x, from_o, input_precision=PRECISION)
+        d_x = tl.dot(s_t, query, input_precision=PRECISION)
+        if not WIDE:
+            d_read += tl.sum(query.to(tl.float32) * from_o, 1)
+            d_since += tl.sum(x.to(tl.float32) * d_x, 1)
+        where = valid[:, None] & (column < K)[None, :]
+        tl.store(d_q + row[:, None] * K + column[None, :], from_o.to(d_q.dtype.element_ty), mask=where)
+        tl.store(targets[:, None] + column[None, :], d_x.to(d_k.dtype.element_ty), mask=where)
+    d_step += tl.cumsum(d_read - d_since, 0, reverse=True) - (0.0 if AFTER else d_read)
+    tl.store(d_log_decay + index * C + tl.arange(0, C), d_step)
+
+
+@triton.jit(do_not_specialize=FIXED)
+def key_gradient_kernel(
+    k, head, strength, upto, upto_low, residual_t, d_residual_t, borders_t, d_borders_t,
+    d_k, d_head, d_v, d_strength, d_log_decay, docs, chunk_doc, rows, T, NC,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a tile's values and step sizes, and the rest of those of its keys and log-decays."""
+    index = tl.program_id(0).to(tl.int64)
+    c, h = index // H, index % H
+    row, valid, pairs, paired = _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, W, PLAIN, MASKED, C)
+    _row, _valid, targets, _paired = _rows(
+        d_k, d_head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, W, PLAIN, MASKED, C
+    )
+    gain, since, until, total = _gates(strength, upto, upto_low, index, WIDE, C)
+    seen = since if DECAYED else until
+    slot = tl.arange(0, C)
+    s = tl.zeros([C, C], tl.float32)
+    s_t = tl.zeros([C, C], tl.float32)
+    for v0 in tl.static_range(0, V, BV):
+        r_t = _load_tile(residual_t, index, v0, 0, V, C, BV, C)
+        d_r_t = _load_tile(d_residual_t, index, v0, 0, V, C, BV, C)
+        s = tl.dot(tl.trans(d_r_t), r_t, s, input_precision=PRECISION)
+        s_t = tl.dot(tl.trans(r_t), d_r_t, s_t, input_precision=PRECISION)
+        value = v0 + tl.arange(0, BV)
+        across = d_v + row[None, :] * V + value[:, None]
+        tl.store(across, d_r_t.to(d_v.dtype.element_ty), mask=valid[None, :] & (value < V)[:, None])
+    # dr = eta times the gradient of what is written, so eta's own gradient is r . dr / eta
+    d_gain = tl.sum(tl.where(slot[:, None] == slot[None, :], s, 0.0), 1) / gain
+    tl.store(d_strength + index * C + slot, d_gain)
+    s = s * _lower(seen, since, True, C) * -gain[None, :]
+    s_t = (s_t * _upper(seen, since, True, C) * -gain[:, None]).to(WORK)
+    d_step = tl.load(d_log_decay + index * C + slot)
+    if WIDE:
+        gram = tl.zeros([C, C], tl.float32)
+        for k0 in range(0, K, BK):
+            x = _load_rows(pairs, paired, k0, K, BK, WORK)
+            gram = tl.dot(x, tl.trans(x), gram, input_precision=PRECISION)
+        d_step += _spans(gram * s, DECAYED, C, PRECISION)
+    s, reads, leaves = s.to(WORK), tl.exp(seen.to(tl.float32)), gain * tl.exp((total - since).to(tl.float32))
     d_seen = tl.zeros([C], tl.float32)
     d_since = tl.zeros([C], tl.float32)
     d_left = tl.zeros([C], tl.float32)
     d_kept = 0.0
     for k0 in range(0, K, BK):
         column = k0 + tl.arange(0, BK)
-        query = _load_rows(q + row * K, valid, k0, K, BK, WORK)
         x = _load_rows(pairs, paired, k0, K, BK, WORK)
-        from_o = tl.zeros([C, BK], tl.float32)
+        d_x = tl.zeros([C, BK], tl.float32)
         from_r = tl.zeros([C, BK], tl.float32)
-        from_S = tl.zeros([C, BK], tl.float32)
         for v0 in tl.static_range(0, V, BV):
+            if V > BV:
+                r_t = _load_tile(residual_t, index, v0, 0, V, C, BV, C)
+                d_r_t = _load_tile(d_residual_t, index, v0, 0, V, C, BV, C)
             S_t = _load_tile(borders_t, index, v0, k0, V, K, BV, BK)
             dS_t = _load_tile(d_borders_t, index, v0, k0, V, K, BV, BK)
             d_kept += tl.sum(dS_t.to(tl.float32) * S_t.to(tl.float32))
-            if V > BV:
-                d_out = _load_rows(d_o + row * V, valid, v0, V, BV, WORK)
-                r_t = _load_tile(residual_t, index, v0, 0, V, C, BV, C)
-                d_r_t = _load_tile(d_residual_t, index, v0, 0, V, C, BV, C)
-            from_o = tl.dot(d_out, S_t, from_o, input_precision=PRECISION)
+            d_x = tl.dot(tl.trans(r_t), dS_t, d_x, input_precision=PRECISION)
             from_r = tl.dot(tl.trans(d_r_t), S_t, from_r, input_precision=PRECISION)
-            from_S = tl.dot(tl.trans(r_t), dS_t, from_S, input_precision=PRECISION)
-        from_o = from_o * outs[:, None]
-        if WIDE:
-            d_read += tl.sum(query.to(tl.float32) * from_o, 1)
-        from_o = tl.dot(s1, x, from_o, input_precision=PRECISION)
-        if not WIDE:
-            d_read += tl.sum(query.to(tl.float32) * from_o, 1)
-        pointers = d_q + row[:, None] * K + column[None, :]
-        tl.store(pointers, from_o.to(d_q.dtype.element_ty), mask=valid[:, None] & (column < K)[None, :])
+        d_x = d_x * leaves[:, None]
+        d_left += tl.sum(x.to(tl.float32) * d_x, 1)
         from_r = from_r * -reads[:, None]
         if WIDE:
             d_seen += tl.sum(x.to(tl.float32) * from_r, 1)
-        from_r = tl.dot(s2, x, from_r, input_precision=PRECISION)
+        from_r = tl.dot(s, x, from_r, input_precision=PRECISION)
         if not WIDE:
             d_seen += tl.sum(x.to(tl.float32) * from_r, 1)
-        from_S = from_S * leaves[:, None]
-        d_left += tl.sum(x.to(tl.float32) * from_S, 1)
-        written = tl.dot(s1_t, query, input_precision=PRECISION)
-        written = tl.dot(s2_t, x, written, input_precision=PRECISION)
+        d_x += from_r
+        written = tl.dot(s_t, x, input_precision=PRECISION)
         if not WIDE:
             d_since += tl.sum(x.to(tl.float32) * written, 1)
-        d_x = from_r + from_S + written
-        tl.store(
-            targets[:, None] + column[None, :],
-            d_x.to(d_k.dtype.element_ty),
-            mask=valid[:, None] & (column < K)[None, :],
-        )
-        if SHIFT:  # nobody's pair key
-            tl.store(last + column, tl.zeros([BK], d_k.dtype.element_ty), mask=(column < K) & (column * 0 + ends > 0))
-
-    d_step += tl.cumsum(d_read - d_since, 0, reverse=True) - (0.0 if AFTER else d_read)
-    d_step += tl.cumsum(d_seen, 0, reverse=True) - (0.0 if DECAYED else d_seen)
+        where = valid[:, None] & (column < K)[None, :]
+        to = targets[:, None] + column[None, :]
+        d_x += written + tl.load(to, mask=where, other=0.0).to(tl.float32)
+        tl.store(to, d_x.to(d_k.dtype.element_ty), mask=where)
+    d_step += tl.cumsum(d_seen - d_since, 0, reverse=True) - (0.0 if DECAYED else d_seen)
     d_step += tl.cumsum(d_left, 0) - d_left + d_kept * tl.exp(total.to(tl.float32))
     tl.store(d_log_decay + index * C + slot, d_step)
+    if SHIFT:  # the document's last key is nobody's pair key
+        n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
+        ends = (i * C < length) & (i * C + C >= length)
+        last = d_k + (row_of(rows, start, length - 1, ends, MASKED) * H + h) * K
+        for k0 in range(0, K, BK):
+            column = k0 + tl.arange(0, BK)
+            tl.store(last + column, tl.zeros([BK], d_k.dtype.element_ty), mask=(column < K) & (column * 0 + ends > 0))
 
 
 # --- launches ---
@@ -475,7 +513,8 @@ SETTINGS: dict[str, dict[str, int]] = {
     "read": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
     "transposed_solve": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
     "scan_backward": {"BV": 64, "num_warps": 4, "num_stages": 1},
-    "gradient": {"BK": 64, "BV": 128, "num_warps": 4, "num_stages": 1},
+    "query_gradient": {"BK": 64, "BV": 128, "num_warps": 4, "num_stages": 1},
+    "key_gradient": {"BK": 64, "BV": 128, "num_warps": 4, "num_stages": 1},
     "window_gradient": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
     "response": {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
     "coupling": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
@@ -488,7 +527,8 @@ SETTINGS_WIDE: dict[str, dict[str, int]] = {
     "read": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
     "transposed_solve": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
     "scan_backward": {"BV": 16, "num_warps": 8, "num_stages": 1},
-    "gradient": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
+    "query_gradient": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
+    "key_gradient": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
     "window_gradient": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
     "response": {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
     "coupling": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
@@ -511,7 +551,7 @@ def _settings(name: str, q: Tensor, v: Tensor, ranks: Ranks, form: Form) -> dict
         few = ranks.documents * q.shape[2] * triton.cdiv(V, own["BV"]) < 64  # states: cut them finer
         if few or K > 128:
             own |= {"BV": 32, "num_stages": 3 if name == "scan" and K <= 128 else 2}
-    if name == "gradient" and own["BV"] == 64:
+    if name in ("query_gradient", "key_gradient") and own["BV"] == 64:
         own["num_warps"] = 8
     flags = {"SHIFT": int(form.shifted), "DECAYED": form.decayed, "AFTER": form.after, "W": form.window}
     flags |= {"WORK": tl.bfloat16 if work_dtype(q) == torch.bfloat16 else tl.float32, "WIDE": q.dtype == torch.float32}
@@ -619,10 +659,14 @@ def delta_backward(
             q, k, head, d_S_out, d_S, *gates, to_r=to_r, d_residual_t=d_residual_t, d_o_t=d_o_t, d_borders_t=d_borders_t,
             **settings,
         )  # fmt: skip
-        settings = _settings("gradient", q, v, ranks, form)
-        gradient_kernel[(M,)](
-            q, k, head, d_o, *gates, residual_t=residual_t, d_residual_t=d_residual_t, borders_t=borders_t,
-            d_borders_t=d_borders_t, d_q=d_q, d_k=d_k, d_head=d_head, d_v=d_v, d_strength=d_strength,
+        settings = _settings("query_gradient", q, v, ranks, form)
+        query_gradient_kernel[(M,)](
+            q, k, head, d_o, *gates, residual_t=residual_t, borders_t=borders_t, d_q=d_q, d_k=d_k, d_head=d_head,
             d_log_decay=d_log_decay, scale=form.scale, **settings,
+        )  # fmt: skip
+        settings = _settings("key_gradient", q, v, ranks, form)
+        key_gradient_kernel[(M,)](
+            k, head, *gates, residual_t=residual_t, d_residual_t=d_residual_t, borders_t=borders_t, d_borders_t=d_borders_t,
+            d_k=d_k, d_head=d_head, d_v=d_v, d_strength=d_strength, d_log_decay=d_log_decay, **settings,
         )  # fmt: skip
     return d_q, d_k, d_head, d_v, d_strength, d_log_decay, d_S
