@@ -103,17 +103,50 @@ def _advance(coupling, gain, kept, upto_s, s, p, R, hat, C: tl.constexpr, W: tl.
     return e, p, hat, R
 
 
+@triton.jit
+def _written(e, p, gain, kept, W: tl.constexpr):
+    """p after a token has written its window's residuals e. Here and below, tuples hold one row for every age."""
+    new = (gain * e[0],)
+    for a in tl.static_range(1, W):
+        new = new + (kept * p[a - 1] + gain * e[a],)
+    return new
+
+
+@triton.jit
+def _reread(e, R, entered, gram_at, gain, kept, W: tl.constexpr, C: tl.constexpr):
+    """R as the next token finds it; its own key reads `entered`. gram_at: row and column of the token in the Gram matrix."""
+    new = (entered,)
+    for a in tl.static_range(1, W):
+        moved = kept * R[a - 1]
+        for b in tl.static_range(W):
+            moved += gain * tl.load(gram_at - (a - 1) * C - b) * e[b]
+        new = new + (moved,)
+    return new
+
+
+@triton.jit
+def _residuals(R, column, s, W: tl.constexpr):
+    e = ()
+    for a in tl.static_range(W):
+        e = e + (tl.where(column == s - a, 1.0, 0.0) - R[a],)
+    return e
+
+
 @triton.jit(do_not_specialize=[*FIXED, "total"])
 def response_kernel(
     q, k, head, strength, upto, upto_low, scratch, responses, docs, chunk_doc, rows, total, T, NC,
-    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BW: tl.constexpr,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr,
     SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """responses: `[M * H, 4, C, C]`, write_v, write_S, read_v, read_S. scratch: `[programs, 4, C, C]`."""
-    coupling = scratch + tl.program_id(0).to(tl.int64) * (4 * C * C)
-    score, band = coupling + C * C, coupling + 2 * C * C
-    slot, column, age = tl.arange(0, C), tl.arange(0, 2 * C), tl.arange(0, BW)
-    row_at = slot[:, None] * C + slot[None, :]
+    """responses: `[M * H, 4, C, C]`, write_v, write_S, read_v, read_S. scratch: `[programs, 8, C, C]`.
+
+    A thread runs over the tokens with a column of its own; what pairs that left the window in an earlier block of tokens add is
+    one product a block. Slots before the first token write nothing, so that they only fill the window.
+    """
+    band = scratch + tl.program_id(0).to(tl.int64) * (8 * C * C)
+    final, coupling, score, past = band + 2 * C * C, band + 4 * C * C, band + 5 * C * C, band + 6 * C * C
+    slot, column, near = tl.arange(0, C), tl.arange(0, 2 * C), tl.arange(0, 16)
+    row_at, wide = slot[:, None] * C + slot[None, :], slot[:, None] * (2 * C) + column[None, :]
     for index in range(tl.program_id(0).to(tl.int64), total, tl.num_programs(0)):
         gram, scores, entering, reading, ending = _couplings(
             q, k, head, strength, upto, upto_low, docs, chunk_doc, rows, index, T, NC,
@@ -125,24 +158,53 @@ def response_kernel(
             tl.where(entering > 0, gram * entering, tl.where(slot[:, None] - slot[None, :] < W, gram, 0.0)),
         )
         tl.store(score + row_at, scores)
-        tl.store(band + slot[:, None] * (2 * C) + column[None, :], tl.zeros([C, 2 * C], tl.float32))
+        nothing = tl.zeros([2 * C], tl.float32)
+        if not AFTER:
+            tl.store(band + column, nothing)
+        added = tl.zeros([C, 2 * C], tl.float32)
+        tl.store(past + wide, added)
+        R, p = (tl.where(column == C, 1.0, 0.0),), (nothing,)
+        for _ in tl.static_range(1, W):
+            R, p = R + (nothing,), p + (nothing,)
         tl.debug_barrier()
-        hat = tl.zeros([C, 2 * C], tl.float32)
-        p = tl.zeros([BW, 2 * C], tl.float32)
-        R = tl.where((column[None, :] == C + W - 1 - age[:, None]) & (age < W)[:, None], 1.0, 0.0)
-        for s in range(W - 1, C):
-            gain, kept, upto_s = _token(upto, upto_low, strength, index * C, s, WIDE)
-            e, p, hat, R = _advance(coupling, gain, kept, upto_s, s, p, R, hat, C, W, BW)
-            shown = s if AFTER else s + 1
-            weight = tl.load(score + shown * C + s - age, mask=(age < W - 1) & (age * 0 + shown < C), other=0.0)
-            read = tl.sum(weight[:, None] * p, 0)
-            tl.store(band + shown * (2 * C) + column, read, mask=column * 0 + shown < C)
-        tl.debug_barrier()
-        read = tl.load(band + slot[:, None] * (2 * C) + column[None, :])
-        read = tl.dot(scores * reading, hat, read, input_precision=PRECISION)
+        for start in range(0, C, BLOCK):
+            left = ()
+            for i in tl.static_range(BLOCK):
+                s = start + i
+                gain, kept, upto_s = _token(upto, upto_low, strength, index * C, s, WIDE)
+                e = _residuals(R, column, s, W)
+                p = _written(e, p, gain, kept, W)
+                left = left + (p[W - 1],)
+                tl.store(final + (s - (W - 1)) * (2 * C) + column, p[W - 1], mask=column * 0 + s >= W - 1)
+                entered = tl.where(column == C + s + 1, upto_s, 0.0)
+                entered += tl.load(past + (s + 1) * (2 * C) + column, mask=column * 0 + s + 1 < C, other=0.0)
+                for j in tl.static_range(i + 1):
+                    entered += tl.load(coupling + (s + 1) * C + s - i + j - (W - 1)) * left[j]
+                shown = s if AFTER else s + 1
+                read = nothing
+                for a in tl.static_range(W - 1):
+                    entered += tl.load(coupling + (s + 1) * C + s - a) * p[a]
+                    read += tl.load(score + shown * C + s - a) * p[a]
+                tl.store(band + shown * (2 * C) + column, read, mask=column * 0 + shown < C)
+                R = _reread(e, R, entered, coupling + s * C + s, gain, kept, W, C)
+            tl.debug_barrier()
+            at = start - (W - 1) + near
+            new = (at >= 0) & (near < BLOCK)
+            weight = tl.load(
+                coupling + slot[:, None] * C + at[None, :], mask=new[None, :] & (slot >= 0)[:, None], other=0.0
+            )
+            done = tl.load(
+                final + at[:, None] * (2 * C) + column[None, :], mask=new[:, None] & (column >= 0)[None, :], other=0.0
+            )
+            added = tl.dot(weight, done, added, input_precision=PRECISION)
+            following = (slot > start + BLOCK) & (slot <= start + 2 * BLOCK)
+            tl.store(past + wide, added, mask=following[:, None] & (column >= 0)[None, :])
+            tl.debug_barrier()
         for a in tl.static_range(W - 1):
-            still = tl.sum(tl.where((age == a)[:, None], p, 0.0), 0)
-            hat = tl.where((slot == C - 1 - a)[:, None], still[None, :], hat)
+            tl.store(final + (C - 1 - a) * (2 * C) + column, p[a])
+        tl.debug_barrier()
+        hat, read = tl.load(final + wide), tl.load(band + wide)
+        read = tl.dot(scores * reading, hat, read, input_precision=PRECISION)
         hat *= ending[:, None]
         sign = tl.where(column < C, 1.0, -1.0)[None, :]  # columns of values, then columns of the state
         at = responses + index * (4 * C * C) + (column // C * (C * C) + column % C)[None, :] + slot[:, None] * C
@@ -583,7 +645,7 @@ def window_forward(
     V, C, (responses, residual_t, borders_t) = v.shape[3], CHUNK, kept_like(q, v, ranks.chunks, (4,))
     from_S = q.new_empty(M, C, q.shape[3], dtype=responses.dtype)
     programs = min(PROGRAMS, M)
-    scratch = q.new_empty(programs, 4, C, C, dtype=torch.float32)
+    scratch = q.new_zeros(programs, 8, C, C, dtype=torch.float32)  # finite: rows beside a matrix are read, and times 0
     o, S_out = (torch.empty_like if ranks.rows is None else torch.zeros_like)(v), torch.empty_like(S)
     gates = (strength, upto, upto_low)
     with on_device(q):
@@ -596,7 +658,7 @@ def window_forward(
             scratch=scratch,
             responses=responses,
             total=M,
-            BW=triton.next_power_of_2(form.window),
+            BLOCK=8,
             **settings,
         )
         settings = _settings("apply", q, v, ranks, form)
