@@ -168,14 +168,13 @@ def response_kernel(
             R, p = R + (nothing,), p + (nothing,)
         tl.debug_barrier()
         for start in range(0, C, BLOCK):
-            left = ()
+            left, reads = (), ()  # stored after the block: no store holds up a load
             for i in tl.static_range(BLOCK):
                 s = start + i
                 gain, kept, upto_s = _token(upto, upto_low, strength, index * C, s, WIDE)
                 e = _residuals(R, column, s, W)
                 p = _written(e, p, gain, kept, W)
                 left = left + (p[W - 1],)
-                tl.store(final + (s - (W - 1)) * (2 * C) + column, p[W - 1], mask=column * 0 + s >= W - 1)
                 entered = tl.where(column == C + s + 1, upto_s, 0.0)
                 entered += tl.load(past + (s + 1) * (2 * C) + column, mask=column * 0 + s + 1 < C, other=0.0)
                 for j in tl.static_range(i + 1):
@@ -185,8 +184,13 @@ def response_kernel(
                 for a in tl.static_range(W - 1):
                     entered += tl.load(coupling + (s + 1) * C + s - a) * p[a]
                     read += tl.load(score + shown * C + s - a) * p[a]
-                tl.store(band + shown * (2 * C) + column, read, mask=column * 0 + shown < C)
+                reads = reads + (read,)
                 R = _reread(e, R, entered, coupling + s * C + s, gain, kept, W, C)
+            for i in tl.static_range(BLOCK):
+                s = start + i
+                tl.store(final + (s - (W - 1)) * (2 * C) + column, left[i], mask=column * 0 + s >= W - 1)
+                shown = s if AFTER else s + 1
+                tl.store(band + shown * (2 * C) + column, reads[i], mask=column * 0 + shown < C)
             tl.debug_barrier()
             at = start - (W - 1) + near
             new = (at >= 0) & (near < BLOCK)
@@ -658,7 +662,7 @@ def window_forward(
             scratch=scratch,
             responses=responses,
             total=M,
-            BLOCK=8,
+            BLOCK=8 if form.window <= 4 else 4,
             **settings,
         )
         settings = _settings("apply", q, v, ranks, form)
