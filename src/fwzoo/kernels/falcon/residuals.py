@@ -20,35 +20,65 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..contract import INTERPRETING
 from ..gpu import block, custom, dot, key_pointers, of_chunk, on_device, read, row_of, tables
 from ..ranks import CHUNK, Ranks
-from .columns import Columns, _gains
+from .columns import Columns
 from .prepass import Gates, gates, gates_backward, pack, unpack
 from .rules import Options
+
+
+@triton.jit
+def _advance(rows, gamma, z, gram_at, t: tl.constexpr, N: tl.constexpr, C: tl.constexpr):
+    """What the N rows of a block read of the state once the token in row t has decayed it by gamma and written z."""
+    new = ()
+    for s in tl.static_range(N):
+        if s > t:
+            new = new + (rows[s] * gamma + tl.load(gram_at + t * C + s) * z,)
+        else:
+            new = new + (rows[s],)
+    return new
+
+
+@triton.jit
+def _decayed(rows, gamma, z, t: tl.constexpr, N: tl.constexpr):
+    """What the first t tokens of a block have written, and z, the token in row t."""
+    new = ()
+    for s in tl.static_range(N):
+        if s < t:
+            new = new + (rows[s] * gamma,)
+        elif s == t:
+            new = new + (z,)
+        else:
+            new = new + (rows[s],)
+    return new
 
 
 @triton.jit(do_not_specialize=["T", "NC"])
 def residual_kernel(
     k, head_x, given, beta, strength, upto, upto_low, S_in, S_out, out, reads, pairs, scratch, docs, chunk_doc, rows, decay_floor, T, NC,
     H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SHIFT: tl.constexpr, DIVIDE: tl.constexpr,
-    BACK: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr,
+    BACK: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Residuals of every token (BACK, from the end: their gradients, and the pair keys by token), S from S_in to S_out.
 
-    Within a chunk m `[C, BV]` holds what every row reads of the state as of the token reached, in four blocks of rows: those of
-    the block at hand follow token by token, those of later blocks with one product a block. scratch: `[N * H, parts, C, C]`.
+    Within a chunk m `[C, BV]` holds what every row reads of the state as of the token reached. In blocks of N rows a thread runs
+    over the tokens with a column of its own; to the rows behind, and to S, a block is one product.
+    scratch: C * C + (2 C + 1) BV numbers a program.
     """
     lane = tl.program_id(1).to(tl.int64)
     n, h = lane // H, lane % H
     first, last = n * NC, (n + 1) * NC
     if not PLAIN:
         first, last = tl.load(docs + 4 * n + 2), tl.load(docs + 4 * n + 6)
-    e, dk, dv = tl.arange(0, C), tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
-    near = tl.arange(0, 16)
-    in_k, in_v = (dk < K)[None, :], (dv < V)[None, :]
+    e, dk, dv, near = tl.arange(0, C), tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV), tl.arange(0, 16)
+    own_v = tl.arange(0, BV)
+    in_k, in_v = (dk < K)[None, :], dv < V
     own = (lane * K + dk)[:, None] * V + dv[None, :]
-    gram_at = scratch + (lane * tl.num_programs(0) + tl.program_id(0)) * (C * C)
-    S = tl.load(S_in + own, mask=(dk < K)[:, None] & in_v, other=0.0)
+    gram_at = scratch + (lane * tl.num_programs(0) + tl.program_id(0)) * (C * C + (2 * C + 1) * BV)
+    read_at, write_at, kept_at = gram_at + C * C, gram_at + C * C + C * BV, gram_at + C * C + 2 * C * BV
+    wide = e[:, None] * BV + own_v[None, :]
+    S = tl.load(S_in + own, mask=(dk < K)[:, None] & in_v[None, :], other=0.0)
     for step in range(0, last - first):
         c = first + step
         if BACK:
@@ -66,63 +96,79 @@ def residual_kernel(
                 tl.store(
                     pairs + row[:, None] * K + dk[None, :], x.to(pairs.dtype.element_ty), mask=token[:, None] & in_k
                 )
-        gram = dot(x, tl.trans(x))
-        tl.debug_barrier()
-        tl.store(gram_at + e[:, None] * C + e[None, :], gram)
-        tl.debug_barrier()
+        tl.store(gram_at + e[:, None] * C + e[None, :], dot(x, tl.trans(x)))
         m = dot(x, S.to(x.dtype))
-        written = tl.zeros([C, BV], tl.float32)  # to the state, as of the token reached
-        for b in range(0, C // 16):
-            # the 16 rows of this block
-            slot = b * 16 + near
-            if BACK:
-                slot = C - 1 - slot
-            present = i * C + slot < length
-            its_row = row_of(rows, start, i * C + slot, present, MASKED) * H + h
-            where = present[:, None] & in_v
-            place = (c * H + h) * C + slot
-            gain = _gains(beta, its_row, present, dv, V)
-            eta = gain * tl.load(strength + place)[:, None]
-            pull = tl.load(upto_low + place)[:, None]
-            if DIVIDE:
-                gamma = tl.load(upto + place)[:, None] + (1.0 - gain) * pull
-            else:
-                gamma = 1.0 - gain * pull
-            gamma = tl.maximum(gamma, decay_floor)
-            value = read(given + its_row[:, None] * V + dv[None, :], where).to(tl.float32)
-            this = (tl.arange(0, C // 16) == b)[:, None, None]
-            here = tl.sum(tl.where(this, tl.reshape(m, [C // 16, 16, BV]), 0.0), 0)
-            kept = tl.full([BV], 1.0, tl.float32)
-            added = tl.zeros([16, BV], tl.float32)
-            result = tl.zeros([16, BV], tl.float32)
-            seen = tl.zeros([16, BV], tl.float32)
-            for t in range(0, 16):
-                now = (near == t)[:, None]
-                m_t = tl.sum(tl.where(now, here, 0.0), 0)
-                v_t = tl.sum(tl.where(now, value, 0.0), 0)
-                eta_t = tl.sum(tl.where(now, eta, 0.0), 0)
-                gamma_t = tl.sum(tl.where(now, gamma, 0.0), 0)
+        for begin in range(0, C, N):
+            tl.store(read_at + wide, m, mask=((e >= begin) & (e < begin + N))[:, None] & (own_v >= 0)[None, :])
+            tl.debug_barrier()
+            here, etas, gammas, values, written = (), (), (), (), ()
+            for t in tl.static_range(N):  # everything is loaded before anything is stored
+                slot = begin + t
                 if BACK:
-                    y = v_t + eta_t * m_t
+                    slot = C - 1 - slot
+                at = (c * H + h) * C + slot
+                present = i * C + slot < length
+                its_row = row_of(rows, start, i * C + slot, present, MASKED) * H + h
+                where = in_v & present
+                gain = read(beta + its_row * V + dv, where).to(tl.float32)
+                pull = tl.load(upto_low + at)
+                if DIVIDE:
+                    gamma = tl.load(upto + at) + (1.0 - gain) * pull
+                else:
+                    gamma = 1.0 - gain * pull
+                etas = etas + (gain * tl.load(strength + at),)
+                gammas = gammas + (tl.maximum(gamma, decay_floor),)
+                values = values + (read(given + its_row * V + dv, where).to(tl.float32),)
+                here = here + (tl.load(read_at + (begin + t) * BV + own_v),)
+                written = written + (tl.zeros([BV], tl.float32),)
+            found, seen = (), ()
+            kept = tl.full([BV], 1.0, tl.float32)
+            for t in tl.static_range(N):
+                if BACK:
+                    y = values[t] + etas[t] * here[t]
                     z = -y
                 else:
-                    y = v_t - m_t
-                    z = eta_t * y
-                weight = tl.load(gram_at + (b * 16 + t) * C + b * 16 + near)
-                here = here * gamma_t[None, :] + weight[:, None] * z[None, :]
-                added = tl.where(now, z[None, :], added * gamma_t[None, :])
-                kept = kept * gamma_t
-                result = tl.where(now, y[None, :], result)
-                seen = tl.where(now, m_t[None, :], seen)
-            tl.store(out + its_row[:, None] * V + dv[None, :], result.to(out.dtype.element_ty), mask=where)
-            if not BACK:
-                tl.store(reads + its_row[:, None] * V + dv[None, :], seen.to(reads.dtype.element_ty), mask=where)
-            spread = tl.reshape(tl.where(this, added[None, :, :], 0.0), [C, BV])
-            m = m * kept[None, :] + dot(gram.to(x.dtype), spread.to(x.dtype))
-            written = written * kept[None, :] + spread
-            S = S * kept[None, :]
-        S += dot(tl.trans(x), written.to(x.dtype))
-    tl.store(S_out + own, S, mask=(dk < K)[:, None] & in_v)
+                    y = values[t] - here[t]
+                    z = etas[t] * y
+                found, seen = found + (y,), seen + (here[t],)
+                here = _advance(here, gammas[t], z, gram_at + begin * (C + 1), t, N, C)
+                written = _decayed(written, gammas[t], z, t, N)
+                kept = kept * gammas[t]
+            for t in tl.static_range(N):
+                slot = begin + t
+                if BACK:
+                    slot = C - 1 - slot
+                present = i * C + slot < length
+                its_row = row_of(rows, start, i * C + slot, present, MASKED) * H + h
+                where = in_v & present
+                tl.store(out + its_row * V + dv, found[t].to(out.dtype.element_ty), mask=where)
+                if not BACK:
+                    tl.store(reads + its_row * V + dv, seen[t].to(reads.dtype.element_ty), mask=where)
+                tl.store(write_at + (begin + t) * BV + own_v, written[t])
+            tl.store(kept_at + own_v, kept)
+            tl.debug_barrier()
+            kept_all = tl.load(kept_at + own_v)[
+                None, :
+            ]  # through memory, so that no thread has to hold many columns above
+            wrote = tl.load(
+                write_at + (begin + near)[:, None] * BV + own_v[None, :],
+                mask=(near < N)[:, None] & (own_v >= 0)[None, :],
+                other=0.0,
+            )
+            weight = tl.load(
+                gram_at + e[:, None] * C + (begin + near)[None, :],
+                mask=(near < N)[None, :] & (e >= 0)[:, None],
+                other=0.0,
+            )
+            m = tl.dot(weight, wrote, m * kept_all, input_precision=PRECISION)
+            late = i * C + begin + near
+            if BACK:
+                late = i * C + (C - 1 - begin - near)
+            near_p, near_ok = key_pointers(k, head_x, rows, n, start, length, h, late, H, K, 1, SHIFT, MASKED)
+            theirs = read(near_p[:, None] + dk[None, :], (near_ok & (near < N))[:, None] & in_k)
+            S = S * kept_all + dot(tl.trans(theirs), wrote.to(x.dtype))
+        tl.debug_barrier()
+    tl.store(S_out + own, S, mask=(dk < K)[:, None] & in_v[None, :])
 
 
 @triton.jit(do_not_specialize=["T", "NC"])
@@ -143,6 +189,9 @@ def pair_kernel(
     tl.store(to, (read(to, where).to(tl.float32) + extra).to(d_k.dtype.element_ty), mask=where)
 
 
+SIZES = 64, 8  # columns of a program, rows of a block of the residuals' run
+
+
 def _run(
     k: Tensor,
     head_x: Tensor,
@@ -158,14 +207,17 @@ def _run(
     heads, k_size, v_size = k.shape[2], k.shape[3], given.shape[3]
     make = torch.empty_like if ranks.rows is None else torch.zeros_like
     out, other, S_out = make(given), make(k if back else given), torch.empty_like(S)
-    columns = 64
+    columns, block_rows = SIZES
     parts = triton.cdiv(v_size, columns)
-    scratch = k.new_empty(ranks.documents * heads, parts, CHUNK, CHUNK, dtype=torch.float32)
+    scratch = k.new_empty(
+        ranks.documents * heads * parts, CHUNK * CHUNK + (2 * CHUNK + 1) * columns, dtype=torch.float32
+    )
     with on_device(k):
         residual_kernel[(parts, ranks.documents * heads)](
             k, head_x, given, beta, *found[:3], S, S_out, out, other, other, scratch, **tables(ranks), decay_floor=options.decay_floor,
             H=heads, K=k_size, V=v_size, BK=max(64, block(k_size)), BV=columns, SHIFT=int(options.shifted),
-            DIVIDE=options.step == "beta", BACK=back, num_warps=4, num_stages=1,
+            DIVIDE=options.step == "beta", BACK=back, N=block_rows, PRECISION="ieee" if INTERPRETING else "tf32x3" if k.dtype == torch.float32 else "tf32",
+            num_warps=4, num_stages=1,
         )  # fmt: skip
     return out, other, S_out
 
