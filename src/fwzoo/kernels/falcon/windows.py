@@ -78,32 +78,6 @@ def _token(upto, upto_low, strength, at, s, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _window_gram(coupling, s, C: tl.constexpr, W: tl.constexpr, BW: tl.constexpr):
-    """x_{s-a+1} . x_{s-b} for ages a of the next token's window and b of this one's; 0 for a = 0."""
-    a, b = tl.arange(0, BW)[:, None], tl.arange(0, BW)[None, :]
-    return tl.load(coupling + (s - a + 1) * C + s - b, mask=(a > 0) & (a < W) & (b < W), other=0.0)
-
-
-@triton.jit
-def _advance(coupling, gain, kept, upto_s, s, p, R, hat, C: tl.constexpr, W: tl.constexpr, BW: tl.constexpr):
-    """The token in slot s writes: its window's residuals e, then p, hat, and R as the next token finds them."""
-    slot, column, age = tl.arange(0, C), tl.arange(0, 2 * C), tl.arange(0, BW)
-    e = tl.where((column[None, :] == s - age[:, None]) & (age < W)[:, None], 1.0, 0.0) - R
-    move = tl.where((age[:, None] == age[None, :] + 1) & (age < W)[:, None], kept, 0.0)[:, :, None]
-    p = tl.sum(move * p[None, :, :], 1) + gain * e
-    done = tl.sum(tl.where((age == W - 1)[:, None], p, 0.0), 0)
-    hat = tl.where((slot == s - (W - 1))[:, None], done[None, :], hat)
-    inner = _window_gram(coupling, s, C, W, BW) * gain
-    R = tl.sum(move * R[None, :, :], 1) + tl.sum(inner[:, :, None] * e[None, :, :], 1)
-    past = tl.load(coupling + (s + 1) * C + slot, mask=(slot <= s + 1 - W) & (slot * 0 + s + 1 < C), other=0.0)
-    near = tl.load(coupling + (s + 1) * C + s - age, mask=(age < W - 1) & (age * 0 + s + 1 < C), other=0.0)
-    enter = tl.where(column == C + s + 1, upto_s, 0.0) + tl.sum(past[:, None] * hat, 0)
-    enter += tl.sum(tl.where((age < W - 1)[:, None], near[:, None] * p, 0.0), 0)
-    R = tl.where((age == 0)[:, None], enter[None, :], R)
-    return e, p, hat, R
-
-
-@triton.jit
 def _written(e, p, gain, kept, W: tl.constexpr):
     """p after a token has written its window's residuals e. Here and below, tuples hold one row for every age."""
     new = (gain * e[0],)
@@ -132,20 +106,77 @@ def _residuals(R, column, s, W: tl.constexpr):
     return e
 
 
+@triton.jit
+def _advance(
+    coupling, past, gain, kept, upto_s, start, i: tl.constexpr, column, R, p, left, W: tl.constexpr, C: tl.constexpr
+):
+    """The token in slot start + i writes. left: final weights of the pairs that left the window in this block of tokens."""
+    s = start + i
+    e = _residuals(R, column, s, W)
+    p = _written(e, p, gain, kept, W)
+    left = left + (p[W - 1],)
+    entered = tl.where(column == C + s + 1, upto_s, 0.0)
+    entered += tl.load(past + (s + 1) * (2 * C) + column, mask=column * 0 + s + 1 < C, other=0.0)
+    for j in tl.static_range(i + 1):
+        entered += tl.load(coupling + (s + 1) * C + start + j - (W - 1)) * left[j]
+    for a in tl.static_range(W - 1):
+        entered += tl.load(coupling + (s + 1) * C + s - a) * p[a]
+    return e, p, left, _reread(e, R, entered, coupling + s * C + s, gain, kept, W, C)
+
+
+@triton.jit
+def _behind(
+    coupling, final, past, start, added, W: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Add what the block's pairs that have left let later keys read, and show it to the next block."""
+    slot, column, near = tl.arange(0, C), tl.arange(0, 2 * C), tl.arange(0, 16)
+    tl.debug_barrier()
+    at = start - (W - 1) + near
+    new = (at >= 0) & (near < BLOCK)
+    weight = tl.load(coupling + slot[:, None] * C + at[None, :], mask=new[None, :] & (slot >= 0)[:, None], other=0.0)
+    done = tl.load(
+        final + at[:, None] * (2 * C) + column[None, :], mask=new[:, None] & (column >= 0)[None, :], other=0.0
+    )
+    added = tl.dot(weight, done, added, input_precision=PRECISION)
+    following = (slot > start + BLOCK) & (slot <= start + 2 * BLOCK)
+    tl.store(past + slot[:, None] * (2 * C) + column[None, :], added, mask=following[:, None] & (column >= 0)[None, :])
+    tl.debug_barrier()
+    return added
+
+
+@triton.jit
+def _empty_window(past, W: tl.constexpr, C: tl.constexpr):
+    """R and p before the first slot, and sums of nothing."""
+    slot, column = tl.arange(0, C), tl.arange(0, 2 * C)
+    added, nothing = tl.zeros([C, 2 * C], tl.float32), tl.zeros([2 * C], tl.float32)
+    tl.store(past + slot[:, None] * (2 * C) + column[None, :], added)
+    R, p = (tl.where(column == C, 1.0, 0.0),), (nothing,)
+    for _ in tl.static_range(1, W):
+        R, p = R + (nothing,), p + (nothing,)
+    tl.debug_barrier()
+    return R, p, added
+
+
 @triton.jit(do_not_specialize=[*FIXED, "total"])
 def response_kernel(
     q, k, head, strength, upto, upto_low, scratch, responses, docs, chunk_doc, rows, total, T, NC,
     H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr,
     SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """responses: `[M * H, 4, C, C]`, write_v, write_S, read_v, read_S. scratch: `[programs, 8, C, C]`.
+    """responses: `[M * H, 4, C, C]`, write_v, write_S, read_v, read_S. scratch: `[programs, 10, C, C]`.
 
     A thread runs over the tokens with a column of its own; what pairs that left the window in an earlier block of tokens add is
     one product a block. Slots before the first token write nothing, so that they only fill the window.
     """
-    band = scratch + tl.program_id(0).to(tl.int64) * (8 * C * C)
-    final, coupling, score, past = band + 2 * C * C, band + 4 * C * C, band + 5 * C * C, band + 6 * C * C
-    slot, column, near = tl.arange(0, C), tl.arange(0, 2 * C), tl.arange(0, 16)
+    band = scratch + tl.program_id(0).to(tl.int64) * (10 * C * C)
+    final, coupling, score, past, seen = (
+        band + 2 * C * C,
+        band + 4 * C * C,
+        band + 5 * C * C,
+        band + 6 * C * C,
+        band + 8 * C * C,
+    )
+    slot, column = tl.arange(0, C), tl.arange(0, 2 * C)
     row_at, wide = slot[:, None] * C + slot[None, :], slot[:, None] * (2 * C) + column[None, :]
     for index in range(tl.program_id(0).to(tl.int64), total, tl.num_programs(0)):
         gram, scores, entering, reading, ending = _couplings(
@@ -158,57 +189,32 @@ def response_kernel(
             tl.where(entering > 0, gram * entering, tl.where(slot[:, None] - slot[None, :] < W, gram, 0.0)),
         )
         tl.store(score + row_at, scores)
-        nothing = tl.zeros([2 * C], tl.float32)
+        tl.store(seen + row_at, scores * reading)
         if not AFTER:
-            tl.store(band + column, nothing)
-        added = tl.zeros([C, 2 * C], tl.float32)
-        tl.store(past + wide, added)
-        R, p = (tl.where(column == C, 1.0, 0.0),), (nothing,)
-        for _ in tl.static_range(1, W):
-            R, p = R + (nothing,), p + (nothing,)
-        tl.debug_barrier()
+            tl.store(band + column, tl.zeros([2 * C], tl.float32))
+        R, p, added = _empty_window(past, W, C)
         for start in range(0, C, BLOCK):
             left, reads = (), ()  # stored after the block: no store holds up a load
             for i in tl.static_range(BLOCK):
                 s = start + i
                 gain, kept, upto_s = _token(upto, upto_low, strength, index * C, s, WIDE)
-                e = _residuals(R, column, s, W)
-                p = _written(e, p, gain, kept, W)
-                left = left + (p[W - 1],)
-                entered = tl.where(column == C + s + 1, upto_s, 0.0)
-                entered += tl.load(past + (s + 1) * (2 * C) + column, mask=column * 0 + s + 1 < C, other=0.0)
-                for j in tl.static_range(i + 1):
-                    entered += tl.load(coupling + (s + 1) * C + s - i + j - (W - 1)) * left[j]
+                _e, p, left, R = _advance(coupling, past, gain, kept, upto_s, start, i, column, R, p, left, W, C)
                 shown = s if AFTER else s + 1
-                read = nothing
+                read = tl.zeros([2 * C], tl.float32)
                 for a in tl.static_range(W - 1):
-                    entered += tl.load(coupling + (s + 1) * C + s - a) * p[a]
                     read += tl.load(score + shown * C + s - a) * p[a]
                 reads = reads + (read,)
-                R = _reread(e, R, entered, coupling + s * C + s, gain, kept, W, C)
             for i in tl.static_range(BLOCK):
                 s = start + i
                 tl.store(final + (s - (W - 1)) * (2 * C) + column, left[i], mask=column * 0 + s >= W - 1)
                 shown = s if AFTER else s + 1
                 tl.store(band + shown * (2 * C) + column, reads[i], mask=column * 0 + shown < C)
-            tl.debug_barrier()
-            at = start - (W - 1) + near
-            new = (at >= 0) & (near < BLOCK)
-            weight = tl.load(
-                coupling + slot[:, None] * C + at[None, :], mask=new[None, :] & (slot >= 0)[:, None], other=0.0
-            )
-            done = tl.load(
-                final + at[:, None] * (2 * C) + column[None, :], mask=new[:, None] & (column >= 0)[None, :], other=0.0
-            )
-            added = tl.dot(weight, done, added, input_precision=PRECISION)
-            following = (slot > start + BLOCK) & (slot <= start + 2 * BLOCK)
-            tl.store(past + wide, added, mask=following[:, None] & (column >= 0)[None, :])
-            tl.debug_barrier()
+            added = _behind(coupling, final, past, start, added, W, C, BLOCK, PRECISION)
         for a in tl.static_range(W - 1):
             tl.store(final + (C - 1 - a) * (2 * C) + column, p[a])
         tl.debug_barrier()
         hat, read = tl.load(final + wide), tl.load(band + wide)
-        read = tl.dot(scores * reading, hat, read, input_precision=PRECISION)
+        read = tl.dot(tl.load(seen + row_at), hat, read, input_precision=PRECISION)
         hat *= ending[:, None]
         sign = tl.where(column < C, 1.0, -1.0)[None, :]  # columns of values, then columns of the state
         at = responses + index * (4 * C * C) + (column // C * (C * C) + column % C)[None, :] + slot[:, None] * C
@@ -367,27 +373,73 @@ def window_product_kernel(
     tl.store(at + 2 * C * C + C, read_S.to(d_responses.dtype.element_ty))
 
 
+@triton.jit
+def _rows_of(at, column, W: tl.constexpr, C: tl.constexpr):
+    """A row of `[C, W, 2 C]` for every age."""
+    found = ()
+    for a in tl.static_range(W):
+        found = found + (tl.load(at + a * (2 * C) + column).to(tl.float32),)
+    return found
+
+
+@triton.jit
+def _through_write(d_p, first, done, d_out, near_at, weight_at, W: tl.constexpr):
+    """Gradient of p with what the next key, the reads, and all later keys (done, of the pair that leaves) see of it."""
+    new = ()
+    for a in tl.static_range(W - 1):
+        new = new + (d_p[a] + tl.load(near_at - a) * first + tl.load(weight_at - a) * d_out,)
+    return new + (d_p[W - 1] + done,)
+
+
+@triton.jit
+def _through_residuals(d_p, d_R, gram_at, W: tl.constexpr, C: tl.constexpr):
+    """Gradient of e, over the gain."""
+    new = ()
+    for b in tl.static_range(W):
+        d_e = d_p[b]
+        for a in tl.static_range(1, W):
+            d_e += tl.load(gram_at - (a - 1) * C - b) * d_R[a]
+        new = new + (d_e,)
+    return new
+
+
+@triton.jit
+def _younger(rows, kept, W: tl.constexpr):
+    """Every row one age younger, decayed."""
+    new = ()
+    for a in tl.static_range(1, W):
+        new = new + (kept * rows[a],)
+    return new + (tl.zeros_like(rows[0]),)
+
+
+@triton.jit
+def _less(rows, others, gain, W: tl.constexpr):
+    new = ()
+    for a in tl.static_range(W):
+        new = new + (rows[a] - gain * others[a],)
+    return new
+
+
 @triton.jit(do_not_specialize=[*FIXED, "total"])
 def response_backward_kernel(
     q, k, head, strength, upto, upto_low, scratch, history, d_responses, final, lead, near_gram, near_score, d_strength, d_log_decay,
     docs, chunk_doc, rows, total, T, NC,
-    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BW: tl.constexpr,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr,
     SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The run over the tokens again, then back to front. scratch: `[programs, 6, C, C]`, history: `[programs, 2, C, BW, 2 C]`.
+    """The run over the tokens again, then back to front. scratch: `[programs, 13, C, C]`, history: `[programs, 3, C, W, 2 C]`.
 
     Left for `coupling_kernel`, a tile each: `final` is hat at the end, `lead` the gradient of what a key reads as it enters
-    (both `[C, 2 C]`), near_gram `[C, BW, BW]` and near_score `[C, BW]` the gradients of products within a window. d_strength is
+    (both `[C, 2 C]`), near_gram `[C, W, W]` and near_score `[C, W]` the gradients of products within a window. d_strength is
     whole, d_log_decay holds what R and p see of each token's decay.
     """
-    coupling = scratch + tl.program_id(0).to(tl.int64) * (6 * C * C)
-    score, part_gain, part_kept = coupling + C * C, coupling + 2 * C * C, coupling + 4 * C * C
-    shown_e = history + tl.program_id(0).to(tl.int64) * (4 * C * C * BW)
-    shown_p = shown_e + 2 * C * C * BW
-    slot, column, age = tl.arange(0, C), tl.arange(0, 2 * C), tl.arange(0, BW)
+    hats = scratch + tl.program_id(0).to(tl.int64) * (13 * C * C)
+    coupling, score, past, seen = hats + 2 * C * C, hats + 3 * C * C, hats + 4 * C * C, hats + 6 * C * C
+    d_hats, part_gain, part_kept = hats + 7 * C * C, hats + 9 * C * C, hats + 11 * C * C
+    shown_e = history + tl.program_id(0).to(tl.int64) * (6 * C * C * W)
+    shown_p, shown_R = shown_e + 2 * C * C * W, shown_e + 4 * C * C * W
+    slot, column, near = tl.arange(0, C), tl.arange(0, 2 * C), tl.arange(0, 16)
     wide = slot[:, None] * (2 * C) + column[None, :]
-    window = age[:, None] * (2 * C) + column[None, :]
-    inside_window = (age < W)[:, None] & (column >= 0)[None, :]
     behind = slot[:, None] - slot[None, :]
     row_at, across = slot[:, None] * C + slot[None, :], slot[None, :] * C + slot[:, None]
     for index in range(tl.program_id(0).to(tl.int64), total, tl.num_programs(0)):
@@ -397,95 +449,119 @@ def response_backward_kernel(
         )  # fmt: skip
         tl.debug_barrier()  # the chunk before is read no more
         tl.store(coupling + row_at, tl.where(entering > 0, gram * entering, tl.where(behind < W, gram, 0.0)))
-        tl.store(score + row_at, tl.where(reading > 0, scores * reading, 0.0))
-        tl.debug_barrier()
-        # as it lies: what the reads see of pairs that have left
-        d_write, d_read = d_responses + index * (4 * C * C), d_responses + index * (4 * C * C) + 2 * C * C
-        left = (slot + W - 1 < C)[:, None]
-        d_hat = tl.where(left, tl.load(d_write + wide).to(tl.float32) * ending[:, None], 0.0)
-        d_hat = tl.dot(tl.load(score + across).to(WORK), tl.load(d_read + wide), d_hat, input_precision=PRECISION)
-        tl.debug_barrier()
         tl.store(score + row_at, scores)
-        hat_at = coupling + 2 * C * C  # of the gradients of hat, until the run is over
-        tl.store(hat_at + wide, d_hat)
+        tl.store(seen + row_at, tl.where(reading > 0, scores * reading, 0.0))
+        R, p, added = _empty_window(past, W, C)
+        for start in range(0, C, BLOCK):
+            left, all_e, all_p = (), (), ()
+            for i in tl.static_range(BLOCK):
+                gain, kept, upto_s = _token(upto, upto_low, strength, index * C, start + i, WIDE)
+                e, p, left, R = _advance(coupling, past, gain, kept, upto_s, start, i, column, R, p, left, W, C)
+                all_e, all_p = all_e + (e,), all_p + (p,)
+            for i in tl.static_range(BLOCK):
+                s = start + i
+                tl.store(hats + (s - (W - 1)) * (2 * C) + column, left[i], mask=column * 0 + s >= W - 1)
+                for a in tl.static_range(W):
+                    at = (s * W + a) * (2 * C) + column
+                    tl.store(shown_e + at, all_e[i][a].to(history.dtype.element_ty))
+                    tl.store(shown_p + at, all_p[i][a].to(history.dtype.element_ty))
+            added = _behind(coupling, hats, past, start, added, W, C, BLOCK, PRECISION)
+        d_write, d_read = d_responses + index * (4 * C * C), d_responses + index * (4 * C * C) + 2 * C * C
+        d_p, d_R = (), ()
+        for a in tl.static_range(W - 1):
+            tl.store(hats + (C - 1 - a) * (2 * C) + column, tl.zeros([2 * C], tl.float32))
+            d_p = d_p + (tl.load(d_write + (C - 1 - a) * (2 * C) + column).to(tl.float32),)
+            d_R = d_R + (tl.zeros([2 * C], tl.float32),)
+        d_p, d_R = d_p + (tl.zeros([2 * C], tl.float32),), d_R + (tl.zeros([2 * C], tl.float32),)
         tl.debug_barrier()
-        hat = tl.zeros([C, 2 * C], tl.float32)
-        p = tl.zeros([BW, 2 * C], tl.float32)
-        R = tl.where((column[None, :] == C + W - 1 - age[:, None]) & (age < W)[:, None], 1.0, 0.0)
-        for s in range(W - 1, C):
-            gain, kept, upto_s = _token(upto, upto_low, strength, index * C, s, WIDE)
-            e, p, hat, R = _advance(coupling, gain, kept, upto_s, s, p, R, hat, C, W, BW)
-            tl.store(shown_e + s * (BW * 2 * C) + window, e.to(shown_e.dtype.element_ty))
-            tl.store(shown_p + s * (BW * 2 * C) + window, p.to(shown_p.dtype.element_ty))
-        tl.store(final + index * (2 * C * C) + wide, hat.to(final.dtype.element_ty))
-        d_hat = tl.load(hat_at + wide)
+        tl.store(final + index * (2 * C * C) + wide, tl.load(hats + wide).to(final.dtype.element_ty))
+        tl.store(lead + index * (2 * C * C) + column, tl.zeros([2 * C], lead.dtype.element_ty))
+        added = tl.where(
+            (slot + W - 1 < C)[:, None], tl.load(d_write + wide).to(tl.float32) * ending[:, None], 0.0
+        )  # of hat
+        added = tl.dot(tl.load(seen + across).to(WORK), tl.load(d_read + wide), added, input_precision=PRECISION)
+        tl.store(d_hats + wide, added)
         tl.debug_barrier()
-        none = tl.zeros([C, 2 * C], tl.float32)
-        tl.store(part_gain + wide, none)
-        tl.store(part_kept + wide, none)
-        tl.store(lead + index * (2 * C * C) + wide, none.to(lead.dtype.element_ty))
-        last = C - 1 - age
-        d_p = tl.load(
-            d_write + last[:, None] * (2 * C) + column[None, :],
-            mask=(age < W - 1)[:, None] & (column >= 0)[None, :],
-            other=0.0,
-        ).to(tl.float32)
-        d_R = tl.zeros([BW, 2 * C], tl.float32)
-        tl.debug_barrier()
-        for back in range(0, C - W + 1):
-            s = C - 1 - back
-            shown = s if AFTER else s + 1
-            gain, kept, _upto_s = _token(upto, upto_low, strength, index * C, s, WIDE)
-            first_row = tl.sum(tl.where((age == 0)[:, None], d_R, 0.0), 0)
-            tl.store(
-                lead + index * (2 * C * C) + (s + 1) * (2 * C) + column,
-                first_row.to(lead.dtype.element_ty),
-                mask=column * 0 + s + 1 < C,
+        for done_before in range(0, C, BLOCK):
+            start = C - BLOCK - done_before
+            firsts, all_R, gains, keeps = (), (), (), ()
+            for back in tl.static_range(BLOCK):
+                s = start + (BLOCK - 1 - back)
+                shown = s if AFTER else s + 1
+                gain, kept, _upto_s = _token(upto, upto_low, strength, index * C, s, WIDE)
+                e = _rows_of(shown_e + s * (W * 2 * C), column, W, C)
+                before = _rows_of(shown_p + tl.maximum(s - 1, 0) * (W * 2 * C), column, W, C)
+                d_out = tl.load(d_read + shown * (2 * C) + column, mask=column * 0 + shown < C, other=0.0).to(
+                    tl.float32
+                )
+                leaving = s - (W - 1)
+                done = tl.load(d_hats + leaving * (2 * C) + column, mask=column * 0 + leaving >= 0, other=0.0)
+                firsts, all_R = firsts + (d_R[0],), all_R + (d_R,)
+                for j in tl.static_range(back + 1):
+                    done += tl.load(coupling + (start + (BLOCK - j)) * C + leaving) * firsts[j]
+                d_p = _through_write(d_p, d_R[0], done, d_out, coupling + (s + 1) * C + s, score + shown * C + s, W)
+                d_e = _through_residuals(d_p, d_R, coupling + s * C + s, W, C)
+                to_gain, to_kept = d_e[0] * e[0], tl.zeros([2 * C], tl.float32)
+                for a in tl.static_range(1, W):
+                    to_gain += d_e[a] * e[a]
+                    R_before = tl.where(column == s - (a - 1), 1.0, 0.0) - e[a - 1]
+                    to_kept += d_p[a] * before[a - 1] + d_R[a] * R_before
+                gains, keeps = gains + (to_gain,), keeps + (to_kept,)
+                d_R = _less(_younger(d_R, kept, W), d_e, gain, W)
+                d_p = _younger(d_p, kept, W)
+            for back in tl.static_range(BLOCK):
+                s = start + (BLOCK - 1 - back)
+                tl.store(part_gain + s * (2 * C) + column, gains[back])
+                tl.store(part_kept + s * (2 * C) + column, keeps[back])
+                entered = column * 0 + s + 1 < C
+                tl.store(past + (s + 1) * (2 * C) + column, firsts[back], mask=entered)
+                at = lead + index * (2 * C * C) + (s + 1) * (2 * C) + column
+                tl.store(at, firsts[back].to(lead.dtype.element_ty), mask=entered)
+                for a in tl.static_range(W):
+                    at = shown_R + (s * W + a) * (2 * C) + column
+                    tl.store(at, all_R[back][a].to(history.dtype.element_ty))
+            tl.debug_barrier()
+            at = start + 1 + near
+            new = (at < C) & (near < BLOCK)
+            weight = tl.load(
+                coupling + slot[:, None] + (at * C)[None, :], mask=new[None, :] & (slot >= 0)[:, None], other=0.0
             )
-            past = tl.load(coupling + (s + 1) * C + slot, mask=(slot <= s + 1 - W) & (slot * 0 + s + 1 < C), other=0.0)
-            d_hat += past[:, None] * first_row[None, :]
-            near = tl.load(coupling + (s + 1) * C + s - age, mask=(age < W - 1) & (age * 0 + s + 1 < C), other=0.0)
-            weight = tl.load(score + shown * C + s - age, mask=(age < W - 1) & (age * 0 + shown < C), other=0.0)
-            d_out = tl.load(d_read + shown * (2 * C) + column, mask=column * 0 + shown < C, other=0.0).to(tl.float32)
-            d_p += near[:, None] * first_row[None, :] + weight[:, None] * d_out[None, :]
-            done = tl.sum(tl.where((slot == s - (W - 1))[:, None], d_hat, 0.0), 0)
-            d_p += tl.where((age == W - 1)[:, None], done[None, :], 0.0)
-            inner = _window_gram(coupling, s, C, W, BW)
-            d_e = tl.where((age < W)[:, None], d_p, 0.0) + tl.sum(
-                inner[:, :, None] * d_R[:, None, :], 0
-            )  # over the gain
-            e = tl.load(shown_e + s * (BW * 2 * C) + window, mask=inside_window, other=0.0).to(tl.float32)
-            before = tl.load(
-                shown_p + (s - 1) * (BW * 2 * C) + window,
-                mask=inside_window & (column * 0 + s > W - 1)[None, :],
-                other=0.0,
-            ).to(tl.float32)
-            down = tl.where((age[None, :] == age[:, None] + 1) & (age < W)[None, :], 1.0, 0.0)[:, :, None]
-            up = tl.where((age[:, None] == age[None, :] + 1) & (age < W)[:, None], 1.0, 0.0)[:, :, None]
-            p = kept * tl.sum(up * before[None, :, :], 1) + gain * e
-            R = tl.where((column[None, :] == s - age[:, None]) & (age < W)[:, None], 1.0, 0.0) - e
-            tl.store(part_gain + s * (2 * C) + column, tl.sum(d_e * e, 0))
-            d_p, d_R_older = tl.sum(down * d_p[None, :, :], 1), tl.sum(down * d_R[None, :, :], 1)
-            tl.store(part_kept + s * (2 * C) + column, tl.sum(d_p * before + d_R_older * R, 0))
-            seen = tl.where((age == 0)[:, None, None], p[None, :, :], (gain * e)[None, :, :])
-            at = index * C + s
-            tl.store(near_gram + at * (BW * BW) + age[:, None] * BW + age[None, :], tl.sum(d_R[:, None, :] * seen, 2))
-            tl.store(near_score + at * BW + age, tl.sum(d_out[None, :] * p, 1))
-            d_R = kept * d_R_older - gain * d_e
-            d_p = kept * d_p
-        tl.debug_barrier()
+            entered = tl.load(
+                past + at[:, None] * (2 * C) + column[None, :], mask=new[:, None] & (column >= 0)[None, :], other=0.0
+            )
+            added = tl.dot(weight, entered, added, input_precision=PRECISION)
+            following = (slot >= start - BLOCK - (W - 1)) & (slot < start - (W - 1))
+            tl.store(d_hats + wide, added, mask=following[:, None] & (column >= 0)[None, :])
+            tl.debug_barrier()
         token = slot >= W - 1
+        gain, since, until, _total = _gates(strength, upto, upto_low, index, WIDE, C)
         tl.store(d_strength + index * C + slot, tl.where(token, tl.sum(tl.load(part_gain + wide), 1), 0.0))
-        _gain, since, until, _total = _gates(strength, upto, upto_low, index, WIDE, C)
         d_step = tl.sum(tl.load(part_kept + wide), 1) * tl.exp((since - until).to(tl.float32))
         tl.store(d_log_decay + index * C + slot, tl.where(token, d_step, 0.0))
+        each = slot[:, None] * (W * 2 * C) + column[None, :]
+        shown = slot if AFTER else slot + 1
+        d_out = tl.load(
+            d_read + shown[:, None] * (2 * C) + column[None, :],
+            mask=(shown < C)[:, None] & (column >= 0)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        near_at = near_gram + (index * C + slot) * (W * W)
+        theirs = tl.load(shown_R + each).to(tl.float32)
+        for b in range(W - 1):
+            ours = tl.load(shown_p + each + b * (2 * C)).to(tl.float32)
+            tl.store(near_at + b, tl.sum(theirs * ours, 1))
+            tl.store(near_score + (index * C + slot) * W + b, tl.sum(d_out * ours, 1))
+        for ages in range(W, W * W):
+            theirs = tl.load(shown_R + each + ages // W * (2 * C)).to(tl.float32)
+            ours = tl.load(shown_e + each + ages % W * (2 * C)).to(tl.float32)
+            tl.store(near_at + ages, tl.sum(theirs * ours, 1) * gain)
 
 
 @triton.jit(do_not_specialize=FIXED)
 def coupling_kernel(
     q, k, head, strength, upto, upto_low, d_responses, final, lead, near_gram, near_score, d_couplings, d_log_decay,
     docs, chunk_doc, rows, T, NC,
-    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BW: tl.constexpr,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """d_couplings `[M * H, 2, C, C]`: gradients of the Gram matrix, both orders of a pair added up, and of the scores."""
@@ -519,7 +595,7 @@ def coupling_kernel(
     tl.store(d_log_decay + index * C + slot, tl.where(slot >= W - 1, d_step, 0.0))
 
     d_gram = d_far + d_far_t * tl.trans(entering)
-    near_gram, near_score = near_gram + index * (C * BW * BW), near_score + index * (C * BW)
+    near_gram, near_score = near_gram + index * (C * W * W), near_score + index * (C * W)
     for apart in tl.static_range(W):
         both = tl.zeros([C], tl.float32)
         for a in tl.static_range(W):
@@ -527,11 +603,11 @@ def coupling_kernel(
                 # slots s + 1 - a and s - b; the older one is `slot`
                 if (b + 1 - a == apart or a - b - 1 == apart) and (a > 0 or b < W - 1):
                     s = slot + max(a - 1, b)
-                    both += tl.load(near_gram + s * (BW * BW) + a * BW + b, mask=(s < C) & (s >= W - 1), other=0.0)
+                    both += tl.load(near_gram + s * (W * W) + a * W + b, mask=(s < C) & (s >= W - 1), other=0.0)
         d_gram += tl.where(behind == apart, both[None, :], 0.0) + tl.where(behind == -apart, both[:, None], 0.0)
     for a in tl.static_range(W - 1):
         s = slot + a
-        own = tl.load(near_score + s * BW + a, mask=(s < C) & (s >= W - 1), other=0.0)
+        own = tl.load(near_score + s * W + a, mask=(s < C) & (s >= W - 1), other=0.0)
         d_score += tl.where(behind == (a if AFTER else a + 1), own[None, :], 0.0)
     at = d_couplings + index * (2 * C * C) + slot[:, None] * C + slot[None, :]
     tl.store(at, d_gram.to(d_couplings.dtype.element_ty))
@@ -649,7 +725,7 @@ def window_forward(
     V, C, (responses, residual_t, borders_t) = v.shape[3], CHUNK, kept_like(q, v, ranks.chunks, (4,))
     from_S = q.new_empty(M, C, q.shape[3], dtype=responses.dtype)
     programs = min(PROGRAMS, M)
-    scratch = q.new_zeros(programs, 8, C, C, dtype=torch.float32)  # finite: rows beside a matrix are read, and times 0
+    scratch = q.new_zeros(programs, 10, C, C, dtype=torch.float32)  # finite: rows beside a matrix are read, and times 0
     o, S_out = (torch.empty_like if ranks.rows is None else torch.zeros_like)(v), torch.empty_like(S)
     gates = (strength, upto, upto_low)
     with on_device(q):
@@ -712,10 +788,10 @@ def window_backward(
     gates = (strength, upto, upto_low)
     width = triton.next_power_of_2(form.window)
     programs = min(PROGRAMS, M)
-    scratch = q.new_empty(programs, 6, C, C, dtype=torch.float32)
-    history = q.new_empty(programs, 2, C, width, 2 * C, dtype=work)
+    scratch = q.new_zeros(programs, 13, C, C, dtype=torch.float32)
+    history = q.new_empty(programs, 3, C, form.window, 2 * C, dtype=work)
     final, lead = q.new_empty(M, C, 2 * C, dtype=work), q.new_empty(M, C, 2 * C, dtype=work)
-    near_gram, near_score = strength.new_empty(M, C, width, width), strength.new_empty(M, C, width)
+    near_gram, near_score = strength.new_empty(M, C, form.window, form.window), strength.new_empty(M, C, form.window)
     with on_device(q):
         settings = _settings("apply", q, v, ranks, form)
         window_transposed_kernel[(M,)](
@@ -732,10 +808,10 @@ def window_backward(
             d_borders_t=d_borders_t, d_v=d_v, d_head_v=d_head_v, carry_v=carry_v, **settings,
         )  # fmt: skip
         settings = _settings("response", q, v, ranks, form)
-        left = {"final": final, "lead": lead, "near_gram": near_gram, "near_score": near_score, "BW": width}
+        left = {"final": final, "lead": lead, "near_gram": near_gram, "near_score": near_score}
         response_backward_kernel[(programs,)](
             q, k, head_x, *gates, scratch=scratch, history=history, d_responses=d_responses, d_strength=d_strength,
-            d_log_decay=d_log_decay, total=M, **left, **settings,
+            d_log_decay=d_log_decay, total=M, BLOCK=4 if form.window <= 4 else 2, **left, **settings,
         )  # fmt: skip
         settings = _settings("coupling", q, v, ranks, form)
         coupling_kernel[(M,)](
