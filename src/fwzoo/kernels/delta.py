@@ -130,30 +130,27 @@ def _upper(to, since, STRICT: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _merged(inverse, M, SMALL: tl.constexpr, LARGE: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr):
-    """Inverse of the blocks of LARGE rows of I + M, from that of its blocks of SMALL rows; LARGE is SMALL times 4."""
-    slot = tl.arange(0, C)
-    apart = slot[:, None] // SMALL > slot[None, :] // SMALL
-    together = slot[:, None] // LARGE == slot[None, :] // LARGE
-    coupling = tl.where(apart & together, M, 0.0)
-    if SMALL > 1:
-        coupling = tl.dot(inverse, coupling, input_precision=PRECISION)
+def _merged(inverse, below, PRECISION: tl.constexpr):
+    """(I + M)^-1 of four times as many rows, from that of its diagonal blocks and the blocks of M below them."""
+    coupling = tl.dot(inverse, below, input_precision=PRECISION)
     squared = tl.dot(coupling, coupling, input_precision=PRECISION)  # the fourth power of coupling is 0
-    if SMALL > 1:
-        inverse = tl.dot(squared, inverse, inverse, input_precision=PRECISION)
-    else:
-        inverse += squared
-    return inverse - tl.dot(coupling, inverse, input_precision=PRECISION)
+    inverse = inverse - tl.dot(coupling, inverse, input_precision=PRECISION)
+    return inverse + tl.dot(squared, inverse, input_precision=PRECISION)
 
 
 @triton.jit
 def _unit_lower_inverse(M, C: tl.constexpr, PRECISION: tl.constexpr):
     """(I + M)^-1 for strictly lower triangular M `[64, 64]`, by blocks of 4, 16 and 64 rows: no long alternating sums."""
-    slot = tl.arange(0, C)
-    unit = tl.where(slot[:, None] == slot[None, :], 1.0, 0.0)
-    inverse = _merged(unit, M, 1, 4, C, PRECISION)
-    inverse = _merged(inverse, M, 4, 16, C, PRECISION)
-    return _merged(inverse, M, 16, 64, C, PRECISION)
+    block, row, slot = tl.arange(0, C // 16), tl.arange(0, 16), tl.arange(0, C)
+    same = block[:, None, None, None] == block[None, None, :, None]
+    own = tl.sum(tl.where(same, tl.reshape(M, [C // 16, 16, C // 16, 16]), 0.0), 2)
+    apart = (row[:, None] // 4 - row[None, :] // 4)[None, :, :]
+    near = tl.where(apart == 0, own, 0.0)
+    inverse = tl.where(row[:, None] == row[None, :], 1.0, 0.0)[None, :, :] - near
+    inverse += tl.dot(tl.dot(near, near, input_precision=PRECISION), inverse, input_precision=PRECISION)
+    inverse = _merged(inverse, tl.where(apart > 0, own, 0.0), PRECISION)
+    wide = tl.reshape(tl.where(same, inverse[:, :, None, :], 0.0), [C, C])
+    return _merged(wide, tl.where(slot[:, None] // 16 > slot[None, :] // 16, M, 0.0), PRECISION)
 
 
 # --- forward ---
@@ -512,10 +509,11 @@ SETTINGS: dict[str, dict[str, int]] = {
     "scan": {"BV": 64, "num_warps": 4, "num_stages": 3},
     "read": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
     "transposed_solve": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
-    "scan_backward": {"BV": 64, "num_warps": 4, "num_stages": 1},
+    "scan_backward": {"BV": 64, "num_warps": 4, "num_stages": 3},
     "query_gradient": {"BK": 64, "BV": 128, "num_warps": 4, "num_stages": 1},
     "key_gradient": {"BK": 64, "BV": 128, "num_warps": 4, "num_stages": 1},
-    "window_gradient": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
+    "window_product": {"BK": 64, "BV": 128, "num_warps": 4, "num_stages": 1},
+    "window_gradient": {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
     "response": {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
     "coupling": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
     "apply": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
@@ -529,6 +527,7 @@ SETTINGS_WIDE: dict[str, dict[str, int]] = {
     "scan_backward": {"BV": 16, "num_warps": 8, "num_stages": 1},
     "query_gradient": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
     "key_gradient": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
+    "window_product": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
     "window_gradient": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
     "response": {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
     "coupling": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
@@ -549,10 +548,10 @@ def _settings(name: str, q: Tensor, v: Tensor, ranks: Ranks, form: Form) -> dict
     own["BK"] = min(own["BK"], max(64, block(K))) if "BK" in own else max(64, block(K))
     if name in ("scan", "scan_backward") and q.dtype == torch.bfloat16:
         few = ranks.documents * q.shape[2] * triton.cdiv(V, own["BV"]) < 64  # states: cut them finer
-        if few or K > 128:
-            own |= {"BV": 32, "num_stages": 3 if name == "scan" and K <= 128 else 2}
-    if name in ("query_gradient", "key_gradient") and own["BV"] == 64:
-        own["num_warps"] = 8
+        if K > 128:
+            own |= {"BV": 32, "num_stages": 2}
+        elif few:
+            own |= {"BV": 32 if name == "scan" else 16, "num_stages": 3}
     flags = {"SHIFT": int(form.shifted), "DECAYED": form.decayed, "AFTER": form.after, "W": form.window}
     flags |= {"WORK": tl.bfloat16 if work_dtype(q) == torch.bfloat16 else tl.float32, "WIDE": q.dtype == torch.float32}
     return {

@@ -802,7 +802,7 @@ def window_backward(
             q, k, head_x, d_S_out, d_S, *gates, to_r=to_r, d_residual_t=d_residual_t, d_o_t=d_o_t, d_borders_t=d_borders_t,
             **settings,
         )  # fmt: skip
-        settings = _settings("window_gradient", q, v, ranks, form)
+        settings = _settings("window_product", q, v, ranks, form)
         window_product_kernel[(M,)](
             k, head_x, v, head_v, first, d_o, responses=responses, d_responses=d_responses, borders_t=borders_t,
             d_borders_t=d_borders_t, d_v=d_v, d_head_v=d_head_v, carry_v=carry_v, **settings,
