@@ -29,11 +29,22 @@ from .rules import Options
 
 
 @triton.jit
-def _advance(rows, gamma, z, gram_at, t: tl.constexpr, N: tl.constexpr, C: tl.constexpr):
-    """What the N rows of a block read of the state once the token in row t has decayed it by gamma and written z."""
+def _gate(beta, upto, upto_low, at, columns, where, decay_floor, DIVIDE: tl.constexpr):
+    """Gain and decay of a token, for every column."""
+    gain, pull = read(beta + columns, where).to(tl.float32), tl.load(upto_low + at)
+    if DIVIDE:
+        gamma = tl.load(upto + at) + (1.0 - gain) * pull
+    else:
+        gamma = 1.0 - gain * pull
+    return gain, tl.maximum(gamma, decay_floor)
+
+
+@triton.jit
+def _advance(rows, gamma, z, gram_at, t: tl.constexpr, N: tl.constexpr, C: tl.constexpr, OWN: tl.constexpr):
+    """What the N rows of a block (those behind row t, OWN: and row t) read once its token has decayed by gamma and written z."""
     new = ()
     for s in tl.static_range(N):
-        if s > t:
+        if s > t or (OWN and s == t):
             new = new + (rows[s] * gamma + tl.load(gram_at + t * C + s) * z,)
         else:
             new = new + (rows[s],)
@@ -54,13 +65,15 @@ def _decayed(rows, gamma, z, t: tl.constexpr, N: tl.constexpr):
     return new
 
 
-@triton.jit(do_not_specialize=["T", "NC"])
+@triton.jit(do_not_specialize=["T", "NC", "NS", "SEG"])
 def residual_kernel(
-    k, head_x, given, beta, strength, upto, upto_low, S_in, S_out, out, reads, pairs, scratch, docs, chunk_doc, rows, decay_floor, T, NC,
+    k, head_x, given, beta, strength, upto, upto_low, S_in, S_out, out, reads, pairs, borders, states, total, scratch, docs, chunk_doc, rows,
+    decay_floor, SEG, NS, T, NC,
     H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SHIFT: tl.constexpr, DIVIDE: tl.constexpr,
     BACK: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Residuals of every token (BACK, from the end: their gradients, and the pair keys by token), S from S_in to S_out.
+    """Residuals of every token, S from S_in to S_out, before every chunk (borders) and every segment (states, and total, its
+    log-decay). BACK, from the end: gradients of the residuals, and the pair keys by token.
 
     Within a chunk m `[C, BV]` holds what every row reads of the state as of the token reached. In blocks of N rows a thread runs
     over the tokens with a column of its own; to the rows behind, and to S, a block is one product.
@@ -79,6 +92,7 @@ def residual_kernel(
     read_at, write_at, kept_at = gram_at + C * C, gram_at + C * C + C * BV, gram_at + C * C + 2 * C * BV
     wide = e[:, None] * BV + own_v[None, :]
     S = tl.load(S_in + own, mask=(dk < K)[:, None] & in_v[None, :], other=0.0)
+    decayed = tl.zeros([BV], tl.float32)
     for step in range(0, last - first):
         c = first + step
         if BACK:
@@ -96,6 +110,17 @@ def residual_kernel(
                 tl.store(
                     pairs + row[:, None] * K + dk[None, :], x.to(pairs.dtype.element_ty), mask=token[:, None] & in_k
                 )
+        else:
+            place = ((c * H + h) * K + dk)[:, None] * V + dv[None, :]
+            tl.store(borders + place, S.to(borders.dtype.element_ty), mask=(dk < K)[:, None] & in_v[None, :])
+            segment = n * NS
+            if not PLAIN:
+                segment = tl.load(docs + 4 * n + 3)
+            lane_at = (segment + i // SEG) * H + h
+            if i % SEG == 0:
+                decayed = tl.zeros([BV], tl.float32)
+                place = (lane_at * K + dk)[:, None] * V + dv[None, :]
+                tl.store(states + place, S, mask=(dk < K)[:, None] & in_v[None, :])
         tl.store(gram_at + e[:, None] * C + e[None, :], dot(x, tl.trans(x)))
         m = dot(x, S.to(x.dtype))
         for begin in range(0, C, N):
@@ -110,14 +135,8 @@ def residual_kernel(
                 present = i * C + slot < length
                 its_row = row_of(rows, start, i * C + slot, present, MASKED) * H + h
                 where = in_v & present
-                gain = read(beta + its_row * V + dv, where).to(tl.float32)
-                pull = tl.load(upto_low + at)
-                if DIVIDE:
-                    gamma = tl.load(upto + at) + (1.0 - gain) * pull
-                else:
-                    gamma = 1.0 - gain * pull
-                etas = etas + (gain * tl.load(strength + at),)
-                gammas = gammas + (tl.maximum(gamma, decay_floor),)
+                gain, gamma = _gate(beta, upto, upto_low, at, its_row * V + dv, where, decay_floor, DIVIDE)
+                etas, gammas = etas + (gain * tl.load(strength + at),), gammas + (gamma,)
                 values = values + (read(given + its_row * V + dv, where).to(tl.float32),)
                 here = here + (tl.load(read_at + (begin + t) * BV + own_v),)
                 written = written + (tl.zeros([BV], tl.float32),)
@@ -131,9 +150,11 @@ def residual_kernel(
                     y = values[t] - here[t]
                     z = etas[t] * y
                 found, seen = found + (y,), seen + (here[t],)
-                here = _advance(here, gammas[t], z, gram_at + begin * (C + 1), t, N, C)
+                here = _advance(here, gammas[t], z, gram_at + begin * (C + 1), t, N, C, False)
                 written = _decayed(written, gammas[t], z, t, N)
                 kept = kept * gammas[t]
+                if not BACK:
+                    decayed += tl.log(gammas[t])
             for t in tl.static_range(N):
                 slot = begin + t
                 if BACK:
@@ -167,8 +188,85 @@ def residual_kernel(
             near_p, near_ok = key_pointers(k, head_x, rows, n, start, length, h, late, H, K, 1, SHIFT, MASKED)
             theirs = read(near_p[:, None] + dk[None, :], (near_ok & (near < N))[:, None] & in_k)
             S = S * kept_all + dot(tl.trans(theirs), wrote.to(x.dtype))
+        if not BACK:
+            tl.store(total + lane_at * V + dv, decayed, mask=in_v)
         tl.debug_barrier()
     tl.store(S_out + own, S, mask=(dk < K)[:, None] & in_v[None, :])
+
+
+@triton.jit(do_not_specialize=["T", "NC", "tiles"])
+def column_read_kernel(
+    q, k, head_x, r, beta, strength, upto, upto_low, borders, o, scratch, docs, chunk_doc, rows, decay_floor, tiles, T, NC,
+    H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SHIFT: tl.constexpr, DIVIDE: tl.constexpr,
+    AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Outputs of every tile from its residuals and the state before it, as `residual_kernel` finds what its rows read."""
+    e, dk, dv, near = tl.arange(0, C), tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV), tl.arange(0, 16)
+    own_v = tl.arange(0, BV)
+    in_k, in_v = (dk < K)[None, :], dv < V
+    program = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
+    score_at = scratch + program * (C * C + (2 * C + 1) * BV)
+    read_at, write_at, kept_at = score_at + C * C, score_at + C * C + C * BV, score_at + C * C + 2 * C * BV
+    wide = e[:, None] * BV + own_v[None, :]
+    for index in range(tl.program_id(0).to(tl.int64), tiles, tl.num_programs(0)):
+        c, h = index // H, index % H
+        n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
+        rank = i * C + e
+        token = rank < length
+        row = row_of(rows, start, rank, token, MASKED) * H + h
+        xp, xok = key_pointers(k, head_x, rows, n, start, length, h, rank, H, K, 1, SHIFT, MASKED)
+        query = read(q + row[:, None] * K + dk[None, :], token[:, None] & in_k)
+        x = read(xp[:, None] + dk[None, :], xok[:, None] & in_k)
+        place = (index * K + dk)[:, None] * V + dv[None, :]
+        S = tl.load(borders + place, mask=(dk < K)[:, None] & in_v[None, :], other=0.0)
+        tl.store(score_at + e[:, None] * C + e[None, :], dot(x, tl.trans(query)))
+        m = dot(query, S.to(query.dtype))
+        for begin in range(0, C, N):
+            tl.store(read_at + wide, m, mask=((e >= begin) & (e < begin + N))[:, None] & (own_v >= 0)[None, :])
+            tl.debug_barrier()
+            here, gammas, values, written = (), (), (), ()
+            for t in tl.static_range(N):  # everything is loaded before anything is stored
+                slot = begin + t
+                at = (c * H + h) * C + slot
+                present = i * C + slot < length
+                its_row = row_of(rows, start, i * C + slot, present, MASKED) * H + h
+                where = in_v & present
+                gain, gamma = _gate(beta, upto, upto_low, at, its_row * V + dv, where, decay_floor, DIVIDE)
+                gammas = gammas + (gamma,)
+                z = gain * tl.load(strength + at) * read(r + its_row * V + dv, where).to(tl.float32)
+                values = values + (z,)
+                here = here + (tl.load(read_at + (begin + t) * BV + own_v),)
+                written = written + (tl.zeros([BV], tl.float32),)
+            found = ()
+            kept = tl.full([BV], 1.0, tl.float32)
+            for t in tl.static_range(N):
+                if not AFTER:
+                    found = found + (here[t],)
+                here = _advance(here, gammas[t], values[t], score_at + begin * (C + 1), t, N, C, AFTER)
+                if AFTER:
+                    found = found + (here[t],)
+                written = _decayed(written, gammas[t], values[t], t, N)
+                kept = kept * gammas[t]
+            for t in tl.static_range(N):
+                slot = begin + t
+                present = i * C + slot < length
+                its_row = row_of(rows, start, i * C + slot, present, MASKED) * H + h
+                tl.store(o + its_row * V + dv, found[t].to(o.dtype.element_ty), mask=in_v & present)
+                tl.store(write_at + slot * BV + own_v, written[t])
+            tl.store(kept_at + own_v, kept)
+            tl.debug_barrier()
+            kept_all = tl.load(kept_at + own_v)[None, :]
+            some = near < N
+            wrote = tl.load(
+                write_at + (begin + near)[:, None] * BV + own_v[None, :],
+                mask=some[:, None] & (own_v >= 0)[None, :],
+                other=0.0,
+            )
+            weight = tl.load(
+                score_at + e[:, None] + (begin + near)[None, :] * C, mask=some[None, :] & (e >= 0)[:, None], other=0.0
+            )
+            m = tl.dot(weight, wrote, m * kept_all, input_precision=PRECISION)
+        tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["T", "NC"])
@@ -189,37 +287,76 @@ def pair_kernel(
     tl.store(to, (read(to, where).to(tl.float32) + extra).to(d_k.dtype.element_ty), mask=where)
 
 
-SIZES = 64, 8  # columns of a program, rows of a block of the residuals' run
+SIZES = 64, 8  # columns of a program, rows of a block
+PROGRAMS = 264  # of `column_read_kernel`: two for each multiprocessor of an H200
 
 
-def _run(
-    k: Tensor,
-    head_x: Tensor,
-    given: Tensor,
-    beta: Tensor,
-    found: Tensor,
-    S: Tensor,
-    ranks: Ranks,
-    options: Options,
-    back: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Residuals and what their rows read (back: gradients of the residuals, and pair keys by token), and the last state."""
-    heads, k_size, v_size = k.shape[2], k.shape[3], given.shape[3]
+def _common(
+    k: Tensor, head_x: Tensor, v: Tensor, beta: Tensor, found: Tensor, ranks: Ranks, options: Options
+) -> dict[str, Any]:
+    return {
+        "k": k,
+        "head_x": head_x,
+        "beta": beta,
+        "strength": found[0],
+        "upto": found[1],
+        "upto_low": found[2],
+        **tables(ranks),
+        "decay_floor": options.decay_floor,
+        "H": k.shape[2],
+        "K": k.shape[3],
+        "V": v.shape[3],
+        "BK": max(64, block(k.shape[3])),
+        "BV": SIZES[0],
+        "N": SIZES[1],
+        "SHIFT": int(options.shifted),
+        "DIVIDE": options.step == "beta",
+        "PRECISION": "ieee" if INTERPRETING else "tf32x3" if k.dtype == torch.float32 else "tf32",
+        "num_warps": 4,
+        "num_stages": 1,
+    }
+
+
+def _scratch(k: Tensor, programs: int) -> Tensor:
+    return k.new_empty(programs, CHUNK * CHUNK + (2 * CHUNK + 1) * SIZES[0], dtype=torch.float32)
+
+
+def _forward_run(
+    q: Tensor, k: Tensor, head_x: Tensor, v: Tensor, beta: Tensor, found: Tensor, S: Tensor, ranks: Ranks, options: Options
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Output, new state, states before the segments and their log-decay, residuals, and what their rows read."""
+    (heads, k_size), v_size, M = k.shape[2:], v.shape[3], ranks.chunks * k.shape[2]
     make = torch.empty_like if ranks.rows is None else torch.zeros_like
-    out, other, S_out = make(given), make(k if back else given), torch.empty_like(S)
-    columns, block_rows = SIZES
-    parts = triton.cdiv(v_size, columns)
-    scratch = k.new_empty(
-        ranks.documents * heads * parts, CHUNK * CHUNK + (2 * CHUNK + 1) * columns, dtype=torch.float32
-    )
+    wide = k.new_empty if ranks.rows is None else k.new_zeros
+    o, r, reads, S_out = make(v), make(v), make(v), torch.empty_like(S)
+    borders = k.new_empty(M, k_size, v_size)
+    states = wide(ranks.segments, heads, k_size, v_size, dtype=torch.float32)
+    total = wide(ranks.segments, heads, v_size, dtype=torch.float32)
+    parts, lanes, programs = triton.cdiv(v_size, SIZES[0]), ranks.documents * heads, min(PROGRAMS, M)
+    common = _common(k, head_x, v, beta, found, ranks, options)
     with on_device(k):
-        residual_kernel[(parts, ranks.documents * heads)](
-            k, head_x, given, beta, *found[:3], S, S_out, out, other, other, scratch, **tables(ranks), decay_floor=options.decay_floor,
-            H=heads, K=k_size, V=v_size, BK=max(64, block(k_size)), BV=columns, SHIFT=int(options.shifted),
-            DIVIDE=options.step == "beta", BACK=back, N=block_rows, PRECISION="ieee" if INTERPRETING else "tf32x3" if k.dtype == torch.float32 else "tf32",
-            num_warps=4, num_stages=1,
+        residual_kernel[(parts, lanes)](
+            given=v, S_in=S, S_out=S_out, out=r, reads=reads, pairs=None, borders=borders, states=states, total=total,
+            scratch=_scratch(k, lanes * parts), SEG=ranks.segment, NS=ranks.segments // ranks.documents, BACK=False, **common,
         )  # fmt: skip
-    return out, other, S_out
+        column_read_kernel[(programs, parts)](
+            q=q, r=r, borders=borders, o=o, scratch=_scratch(k, programs * parts), tiles=M, AFTER=options.read_after_write, **common,
+        )  # fmt: skip
+    return o, S_out, states, total, r, reads
+
+
+def _backward_run(
+    k: Tensor, head_x: Tensor, d_r: Tensor, beta: Tensor, found: Tensor, S: Tensor, ranks: Ranks, options: Options
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of the residuals in all, and pair keys by token. d_r: those through what the residuals write."""
+    make = torch.empty_like if ranks.rows is None else torch.zeros_like
+    out, pairs, parts, lanes = make(d_r), make(k), triton.cdiv(d_r.shape[3], SIZES[0]), ranks.documents * k.shape[2]
+    with on_device(k):
+        residual_kernel[(parts, lanes)](
+            given=d_r, S_in=S, S_out=torch.empty_like(S), out=out, reads=None, pairs=pairs, borders=None, states=None, total=None,
+            scratch=_scratch(k, lanes * parts), SEG=1, NS=1, BACK=True, **_common(k, head_x, d_r, beta, found, ranks, options),
+        )  # fmt: skip
+    return out, pairs
 
 
 # --- the operator ---
@@ -266,8 +403,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
     found, _vector = gates(k, head_x, beta, ridge, first, count, ranks, options)
-    r, reads, _S = _run(k, head_x, v, beta, found, S, ranks, options, False)
-    return *Columns(q, k, r, beta, head_x, head_v, first, found, ranks, options).forward(S), found, r, reads
+    o, S, states, total, r, reads = _forward_run(q, k, head_x, v, beta, found, S, ranks, options)
+    return o, S, states, total, found, r, reads
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
@@ -319,7 +456,7 @@ def _backward(
         d_o, o, d_S.contiguous(), S_end, states, total
     )
     nothing = torch.zeros_like(d_S)
-    d_v, pairs, _d_S = _run(k, head_x, d_r, beta, found, nothing, ranks, options, True)
+    d_v, pairs = _backward_run(k, head_x, d_r, beta, found, nothing, ranks, options)
     before = dataclasses.replace(writes, q=pairs, options=dataclasses.replace(options, read_after_write=False))
     d_pairs, more_k, _, more_beta, more_head_x, _, more_S, more_strength, more_decay = before.backward(
         -d_v, reads, nothing, S_end, states, total
