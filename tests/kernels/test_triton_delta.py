@@ -140,6 +140,16 @@ def test_small_options(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.triton
+@pytest.mark.parametrize("options", [{}, {"step": "eta", "scale_coupled": True}, {"pairing": "same_step"}], ids=str)
+def test_gates_of_16_bit_inputs(options: dict[str, Any]) -> None:
+    """For them the kernel that solves a chunk makes falcon1's gates."""
+    given = draw("falcon1", {}, batch=1, tokens=70, heads=1, k_size=16, v_size=16)
+    given = {name: x.bfloat16().double() if x.is_floating_point() else x for name, x in given.items()}
+    wrong = compare("falcon1", given, options, torch.bfloat16)
+    assert not wrong, wrong
+
+
+@pytest.mark.triton
 @pytest.mark.parametrize("rule", ["falcon1", "gated_delta"])
 def test_decay_at_the_floor(rule: str) -> None:
     """Alternate tokens wipe the state: nothing overflows and nothing cancels."""

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .contract import INTERPRETING
-from .gpu import block, key_pointers, of_chunk, on_device, row_of, tables
+from .gpu import block, key_pointers, of_chunk, on_device, read, row_of, tables
 from .ranks import CHUNK, Ranks
 
 FIXED = ["T", "NC"]  # no recompilation for another length
@@ -114,6 +114,33 @@ def _gates(strength, upto, upto_low, index, WIDE: tl.constexpr, C: tl.constexpr)
 
 
 @triton.jit
+def _falcon_gates(
+    gram, beta, ridge, writes, valid, strength, upto, energy, index, eps, decay_floor, DIVIDE: tl.constexpr, COUPLED: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """What `falcon/prepass.py` finds for a window of one pair and 16-bit inputs, with energies from the Gram matrix."""
+    slot = tl.arange(0, C)
+    at = index * C + slot
+    E = tl.where(writes, tl.sum(tl.where(slot[:, None] == slot[None, :], gram, 0.0), 1), 0.0)
+    tl.store(energy + at, E)
+    lam, gain = read(ridge, valid).to(tl.float32), read(beta, valid).to(tl.float32)
+    if COUPLED:
+        lam *= E
+    inverse = tl.where(writes, 1.0, 0.0)
+    gamma = 1.0 - gain * lam * inverse
+    if DIVIDE:
+        under = E + lam + eps
+        writes = writes & (under != 0)
+        inverse = tl.where(writes, 1.0 / tl.where(writes, under, 1.0), 0.0)
+        gamma = tl.where(writes, (E + eps + (1.0 - gain) * lam) * inverse, 1.0)
+    gain *= inverse
+    log_decay = tl.log(tl.maximum(gamma, decay_floor))
+    since = tl.cumsum(log_decay, 0)
+    tl.store(strength + at, gain)
+    tl.store(upto + at, since)
+    return tl.where(tl.abs(gain) < 1e-20, 1e-20, gain), since, since - log_decay
+
+
+@triton.jit
 def _lower(to, since, STRICT: tl.constexpr, C: tl.constexpr):
     """exp(to_i - since_j) for i >= j (i > j when strict), else 0."""
     slot = tl.arange(0, C)
@@ -158,20 +185,41 @@ def _unit_lower_inverse(M, C: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit(do_not_specialize=FIXED)
 def solve_kernel(
-    k, head, v, strength, upto, upto_low, solve, from_S, from_v_t, docs, chunk_doc, rows, T, NC,
+    k, head, v, strength, upto, upto_low, solve, from_S, from_v_t, beta, ridge, first, energy, eps, decay_floor, docs, chunk_doc, rows, T, NC,
     H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    GATED: tl.constexpr, DIVIDE: tl.constexpr, COUPLED: tl.constexpr,
 ):  # fmt: skip
-    """solve `[C, C]`, from_S `[C, K]` and from_v_t `[V, C]` of every tile."""
+    """solve `[C, C]`, from_S `[C, K]` and from_v_t `[V, C]` of every tile. GATED: falcon1's gates too, which are then results."""
     index = tl.program_id(0).to(tl.int64)
     c, h = index // H, index % H
     row, valid, pairs, paired = _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, W, PLAIN, MASKED, C)
-    gain, since, until, total = _gates(strength, upto, upto_low, index, WIDE, C)
-    seen = since if DECAYED else until
     gram = tl.zeros([C, C], tl.float32)
     for k0 in range(0, K, BK):
         x = _load_rows(pairs, paired, k0, K, BK, WORK)
         gram = tl.dot(x, tl.trans(x), gram, input_precision=PRECISION)
+    if GATED:
+        n, _start, _length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
+        writes = valid & (i * C + tl.arange(0, C) >= tl.load(first + n))
+        gain, since, until = _falcon_gates(
+            gram,
+            beta + row,
+            ridge + row,
+            writes,
+            valid,
+            strength,
+            upto,
+            energy,
+            index,
+            eps,
+            decay_floor,
+            DIVIDE,
+            COUPLED,
+            C,
+        )
+    else:
+        gain, since, until, _total = _gates(strength, upto, upto_low, index, WIDE, C)
+    seen = since if DECAYED else until
     inverse = _unit_lower_inverse(gram * _lower(seen, since, True, C) * gain[None, :], C, PRECISION)
     _store_tile(solve, index, 0, 0, inverse, C, C, C, C)
     reading = (inverse * tl.exp(seen.to(tl.float32))[None, :]).to(WORK)
@@ -573,6 +621,14 @@ def kept_like(q: Tensor, v: Tensor, chunks: int, squares: tuple[int, ...] = ()) 
     return square, residual_t, borders_t
 
 
+NO_GATES: dict[str, Any] = dict.fromkeys(("beta", "ridge", "first", "energy")) | {
+    "eps": 0.0,
+    "decay_floor": 0.0,
+    "DIVIDE": False,
+    "COUPLED": False,
+}
+
+
 def delta_forward(
     q: Tensor,
     k: Tensor,
@@ -584,6 +640,7 @@ def delta_forward(
     S: Tensor,
     ranks: Ranks,
     form: Form,
+    falcon: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Output, new state, and what the backward pass takes: the inverse of every chunk's system, residual_t and borders_t.
 
@@ -591,6 +648,7 @@ def delta_forward(
         q, k: `[B, T, H, K]`. head: pair key of each document's first token `[N, H, 1, K]` (read when pairs are shifted).
         v: `[B, T, H, V]`. strength, upto, upto_low: eta and the two halves of the log-decay's prefix, `[M, H, C]`.
         S: `[N, H, K, V]`. Everything is contiguous.
+        falcon: what `solve_kernel` makes falcon1's gates of: then strength and upto are filled here.
     """
     heads, M = q.shape[2], ranks.chunks * q.shape[2]
     V, (solve, residual_t, borders_t) = v.shape[3], kept_like(q, v, ranks.chunks)
@@ -599,7 +657,10 @@ def delta_forward(
     gates = (strength, upto, upto_low)
     with on_device(q):
         settings = _settings("solve", q, v, ranks, form)
-        solve_kernel[(M,)](k, head, v, *gates, solve=solve, from_S=from_S, from_v_t=residual_t, **settings)
+        solve_kernel[(M,)](
+            k, head, v, *gates, solve=solve, from_S=from_S, from_v_t=residual_t, **(falcon or NO_GATES),
+            GATED=falcon is not None, **settings,
+        )  # fmt: skip
         settings = _settings("scan", q, v, ranks, form)
         scan_kernel[(triton.cdiv(V, settings["BV"]), ranks.documents * heads)](
             k, head, S, S_out, *gates, from_S=from_S, residual_t=residual_t, borders_t=borders_t, **settings

@@ -59,6 +59,20 @@ def _forward(
     numbers: list[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
+    if options.window == 1 and k.dtype != torch.float32:  # the kernel that solves a chunk makes the gates as well
+        found, vector = k.new_empty(4, ranks.chunks, k.shape[2], CHUNK, dtype=torch.float32), k.new_empty(0).float()
+        falcon = {
+            "beta": beta,
+            "ridge": ridge,
+            "first": first,
+            "energy": found[3],
+            "eps": options.eps,
+            "decay_floor": options.decay_floor,
+            "DIVIDE": options.step == "beta",
+            "COUPLED": options.scale_coupled,
+        }
+        results = delta_forward(q, k, head_x, v, *found[:3], S, ranks, _form(options), falcon)
+        return *results, found, vector
     found, vector = gates(k, head_x, beta, ridge, first, count, ranks, options)
     if options.window > 1:
         results = window_forward(q, k, head_x, v, head_v, first, *found[:3], S, ranks, _form(options))
