@@ -278,6 +278,8 @@ def _walk(
     head_x,
     v,
     head_v,
+    d_o,
+    o,
     first,
     weights,
     upto,
@@ -286,127 +288,12 @@ def _walk(
     z,
     weight,
     out,
-    against,
-    inner,
-    seen,
-    docs,
-    segment_doc,
-    rows,
-    eps,
-    T,
-    NC,
-    NS,
-    SEG,
-    M,
-    H,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BA: tl.constexpr,
-    BB: tl.constexpr,
-    W: tl.constexpr,
-    SHIFT: tl.constexpr,
-    AFTER: tl.constexpr,
-    SWAP: tl.constexpr,
-    ONES: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    INNER: tl.constexpr,
-    LOW: tl.constexpr,
-    PLAIN: tl.constexpr,
-    MASKED: tl.constexpr,
-    C: tl.constexpr,
-):
-    """Outputs of a segment from the state before it. SWAP: `query` is d_o, keys and values change places, and out is d_q.
-
-    NORMALIZE: divide by seen + eps. INNER: also `against` . (the part of out that comes from the state).
-    """
-    q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
-    n, start, length, chunk, begin, end = _segment(q, docs, segment_doc, T, NC, NS, SEG, PLAIN, C - W + 1)
-    A: tl.constexpr = V if SWAP else K
-    B: tl.constexpr = K if SWAP else V
-    e, da = tl.arange(0, C), tl.arange(0, BA)
-    db = tl.program_id(1) * BB + tl.arange(0, BB)
-    in_a, in_b = (da < A)[None, :], (db < B)[None, :]
-    own = state + (q * H + h) * K * V
-    if SWAP:
-        S = tl.load(own + da[:, None] + db[None, :] * V, mask=(da < A)[:, None] & in_b, other=0.0)
-    else:
-        S = tl.load(own + da[:, None] * V + db[None, :], mask=(da < A)[:, None] & in_b, other=0.0)
-    if NORMALIZE:
-        sum_x = tl.load(z + (q * H + h) * K + da, mask=da < A, other=0.0)
-    if ONES:
-        sum_x = tl.load(z + (q * H + h) * K + db, mask=db < B, other=0.0)
-    missing = tl.load(first + n)
-    for i in range(begin, end):
-        r = i * (C - W + 1) - (W - 1) + e
-        at = ((chunk + i) * H + h) * C
-        token = (e >= W - 1) & (r < length)
-        row = row_of(rows, start, r, token, MASKED) * H + h
-        xp, xok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
-        vp, vok = value_pointers(v, head_v, rows, n, start, length, missing, h, r, H, V, W, SHIFT, MASKED)
-        if SWAP:
-            xp, vp, xok, vok = vp, xp, vok, xok
-        a = read(query + row[:, None] * A + da[None, :], token[:, None] & in_a)
-        x = read(xp[:, None] + da[None, :], xok[:, None] & in_a)
-        y = read(vp[:, None] + db[None, :], vok[:, None] & in_b)
-        full, s_high, s_low = _written(weights, upto, upto_low, at, e, W, LOW, C)
-        high, low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
-        u_end = tl.load(upto + at + C - 1)
-        low_end = u_end * 0.0
-        if LOW:
-            low_end = tl.load(upto_low + at + C - 1)
-        apart = e[:, None] - (1 - AFTER) - e[None, :]
-        mix = full[None, :] * _far(high[:, None], low[:, None], s_high[None, :], s_low[None, :], apart, W, LOW)
-        mix = _with_near(mix, weights + at * W, apart, e, False, W, C)
-        scores = dot(a, tl.trans(x))
-        if ONES:
-            scores += tl.load(weight + at + e)[:, None]
-        p = scores * mix
-        from_start = tl.exp(high + low)
-        carried = dot(a, S.to(a.dtype))
-        if ONES:
-            carried += tl.load(weight + at + e)[:, None] * sum_x[None, :]
-        carried *= from_start[:, None]
-        o = carried + dot(p.to(a.dtype), y)
-        w = full * tl.exp(tl.minimum(u_end - s_high + (low_end - s_low), 0.0))
-        kept = tl.exp(u_end + low_end)
-        S = S * kept + dot(tl.trans(x), (y.to(tl.float32) * w[:, None]).to(x.dtype))
-        if NORMALIZE:
-            divisor = tl.sum(p, 1) + from_start * tl.sum(a.to(tl.float32) * sum_x[None, :], 1) + eps
-            o = o / divisor[:, None]
-            sum_x = sum_x * kept + tl.sum(x.to(tl.float32) * w[:, None], 0)
-            if tl.program_id(1) == 0:
-                tl.store(seen + row, divisor, mask=token)
-        if ONES:
-            sum_x = sum_x * kept + tl.sum(y.to(tl.float32) * w[:, None], 0)
-        if INNER:
-            other = read(against + row[:, None] * B + db[None, :], token[:, None] & in_b).to(tl.float32)
-            found = tl.sum(other * carried, 1)
-            tl.store(inner + tl.program_id(1).to(tl.int64) * M * H * C + at + e, found)
-        tl.store(out + row[:, None] * B + db[None, :], o, mask=token[:, None] & in_b)
-
-
-@triton.jit(do_not_specialize=FIXED)
-def _walk_back(
-    query,
-    k,
-    head_x,
-    v,
-    head_v,
-    d_o,
-    o,
-    first,
-    weights,
-    upto,
-    upto_low,
-    d_state,
-    d_z,
-    weight,
-    inner,
-    product,
-    d_energy,
-    out,
     head_out,
     overlap,
+    seen,
+    product,
+    d_energy,
+    inner,
     far,
     close,
     apart,
@@ -427,9 +314,11 @@ def _walk_back(
     W: tl.constexpr,
     SHIFT: tl.constexpr,
     AFTER: tl.constexpr,
+    BACK: tl.constexpr,
     SWAP: tl.constexpr,
     ONES: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    INNER: tl.constexpr,
     GATES: tl.constexpr,
     ENERGY: tl.constexpr,
     LOW: tl.constexpr,
@@ -437,14 +326,17 @@ def _walk_back(
     MASKED: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Gradients of a segment's values (SWAP: keys), from its end; d_state is the gradient of the state after the segment.
+    """Outputs of a segment from the state before it. BACK: gradients of values, from its end and the gradient of the state there.
 
+    SWAP: keys and values change places, and so do queries and d_o: out is the gradient of the queries (BACK: of the keys).
+    In the chunk a reader takes the values of sources: tokens read pairs, BACK pairs read tokens. Outputs are the rows of every
+    product, `[BB, C]`, and so is the state, `[BB, BA]`: it is read from registers, and no accumulator is transposed.
+    NORMALIZE: divide by seen + eps. INNER: also q . (the part of out that comes from the state).
+    ENERGY (of keys): add what comes through the energy of the keys.
     GATES (of values): also, for this block of value columns, the gradients of P_{j,W-1} (far), of P_jd with d < W - 1 (close,
     `[W - 1, C]` a chunk), what every token reads times its gradient (inner), and the sum of state times gradient at the
     chunk's end (apart); where LOW instead of the last two (inner is given then: the part read from the state) the gradient of
     every token's log-decay that comes from far pairs and the states, pair by pair, so that nothing cancels (apart).
-    ENERGY (of keys): add what comes through the energy of the keys.
-    Everything is computed transposed (pairs as rows, queries as columns) from loaded operands: no accumulator is transposed.
     """
     q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     n, start, length, chunk, begin, end = _segment(q, docs, segment_doc, T, NC, NS, SEG, PLAIN, C - W + 1)
@@ -454,24 +346,27 @@ def _walk_back(
     e, da = tl.arange(0, C), tl.arange(0, BA)
     db = tl.program_id(1) * BB + tl.arange(0, BB)
     in_a, in_b = (da < A)[None, :], (db < B)[None, :]
-    own = d_state + (q * H + h) * K * V
+    own = state + (q * H + h) * K * V
     if SWAP:
-        dS = tl.load(own + da[:, None] + db[None, :] * V, mask=(da < A)[:, None] & in_b, other=0.0)
+        own = own + da[None, :] + db[:, None] * V
     else:
-        dS = tl.load(own + da[:, None] * V + db[None, :], mask=(da < A)[:, None] & in_b, other=0.0)
+        own = own + da[None, :] * V + db[:, None]
+    S = tl.load(own, mask=in_a & (db < B)[:, None], other=0.0)
     # z has the rows of the state: a block of them, or all where they are multiplied with keys
     dn, count = da, A
     if SWAP:
         dn, count = db, B
     if ONES:
-        dz = tl.load(d_z + (q * H + h) * K + dn, mask=dn < count, other=0.0)
+        sum_x = tl.load(z + (q * H + h) * K + dn, mask=dn < count, other=0.0)
     once = tl.where(part == 0, 1.0, 0.0)  # what does not belong to a block of columns
     crossing = once * 0.0
     if GATES:
         crossing = once * tl.load(product + q * H + h)
     missing = tl.load(first + n)
     for step in range(begin, end):
-        i = begin + end - 1 - step
+        i = step
+        if BACK:
+            i = begin + end - 1 - step
         r = i * (C - W + 1) - (W - 1) + e
         at = ((chunk + i) * H + h) * C
         token = (e >= W - 1) & (r < length)
@@ -479,109 +374,124 @@ def _walk_back(
         xp, xok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
         vp, vok = value_pointers(v, head_v, rows, n, start, length, missing, h, r, H, V, W, SHIFT, MASKED)
         if SWAP:
-            pair = read(vp[:, None] + da[None, :], vok[:, None] & in_a)
             ask = read(d_o + row[:, None] * A + da[None, :], token[:, None] & in_a)
-            value = read(query + row[:, None] * B + db[None, :], token[:, None] & in_b)
+            pair = read(vp[:, None] + da[None, :], vok[:, None] & in_a)
         else:
-            pair = read(xp[:, None] + da[None, :], xok[:, None] & in_a)
             ask = read(query + row[:, None] * A + da[None, :], token[:, None] & in_a)
-            value = read(d_o + row[:, None] * B + db[None, :], token[:, None] & in_b)
+            pair = read(xp[:, None] + da[None, :], xok[:, None] & in_a)
+        if BACK:
+            source, reader = ask, pair
+            if SWAP:
+                value = read(query + row[:, None] * B + db[None, :], token[:, None] & in_b)
+            else:
+                value = read(d_o + row[:, None] * B + db[None, :], token[:, None] & in_b)
+        else:
+            source, reader = pair, ask
+            if SWAP:
+                value = read(xp[:, None] + db[None, :], xok[:, None] & in_b)
+            else:
+                value = read(vp[:, None] + db[None, :], vok[:, None] & in_b)
         full, s_high, s_low = _written(weights, upto, upto_low, at, e, W, LOW, C)
         high, low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
         u_end = tl.load(upto + at + C - 1)
         low_end = u_end * 0.0
         if LOW:
             low_end = tl.load(upto_low + at + C - 1)
-        to_end = tl.exp(tl.minimum(u_end - s_high + (low_end - s_low), 0.0))
-        scores = dot(pair, tl.trans(ask))
-        carried = dot(pair, dS.to(pair.dtype))
-        if ONES and SWAP:
-            scores += tl.load(weight + at + e)[None, :]
-            carried += dz[None, :]
-        distance = e[None, :] - (1 - AFTER) - e[:, None]
-        decay = _far(high[None, :], low[None, :], s_high[:, None], s_low[:, None], distance, W, LOW)
-        if GATES and not LOW:
-            # the gradient of P_{j,W-1} is the product of the pair with what P_{j,W-1} multiplies
-            far_scores = scores * decay
-            found = to_end[:, None] * carried + dot(far_scores.to(pair.dtype), value)
-            y = read(vp[:, None] + db[None, :], vok[:, None] & in_b).to(tl.float32)
-            d_full = tl.sum(y * found, 1)
-            if ONES:
-                d_full += once * tl.sum(far_scores * tl.load(weight + at + e)[None, :], 1)
-                d_full += once * to_end * tl.sum(pair.to(tl.float32) * dz[None, :], 1)
-            found *= full[:, None]
-            given = tl.sum(d_full * full, 0)
-            for d in tl.static_range(W - 1):
-                after = e + (d + 1 - AFTER)
-                ok = (after < C) & (after >= W - 1) & (r + (d + 1 - AFTER) < length)
-                asks = row_of(rows, start, r + (d + 1 - AFTER), ok, MASKED) * H + h
-                g = read(d_o + asks[:, None] * B + db[None, :], ok[:, None] & in_b).to(tl.float32)
-                p = tl.load(weights + at * W + d * C + e)
-                product_jd = tl.sum(tl.where(distance == d, scores, 0.0), 1)
-                near = product_jd * tl.sum(y * g, 1)
-                tl.store(close + (part * M * H * C + at) * (W - 1) + d * C + e, near)
-                given += tl.sum(p * near, 0)
-                found += (p * product_jd)[:, None] * g
-            if NORMALIZE:
-                reads = -eps * once * tl.load(weight + at + e)
-            else:
-                answer = read(o + row[:, None] * B + db[None, :], token[:, None] & in_b).to(tl.float32)
-                reads = tl.sum(answer * value.to(tl.float32), 1)
-            slot = part * M * H * C + at + e
-            tl.store(inner + slot, reads)
-            tl.store(far + slot, d_full)
-            tl.store(apart + slot, crossing + tl.zeros([C], tl.float32))
-            crossing += tl.sum(reads, 0) - given
-        else:
-            mix = _with_near(full[:, None] * decay, weights + at * W, distance, e, True, W, C)
-            found = (full * to_end)[:, None] * carried + dot((scores * mix).to(pair.dtype), value)
-        if GATES and LOW:
-            y = read(vp[:, None] + db[None, :], vok[:, None] & in_b)
-            pull = dot(y, tl.trans(value))
-            written = tl.sum(y * carried, 1)
-            if ONES:
-                pull += once * tl.load(weight + at + e)[None, :]
-                written += once * tl.sum(pair * dz[None, :], 1)
-            pull *= scores
-            for d in tl.static_range(W - 1):
-                near = tl.sum(tl.where(distance == d, pull, 0.0), 1)
-                tl.store(close + (part * M * H * C + at) * (W - 1) + d * C + e, near)
-            pull *= decay
-            written *= to_end
-            slot = part * M * H * C + at + e
-            tl.store(far + slot, tl.sum(pull, 1) + written)
-            # token r decays what earlier tokens wrote, for later ones to read
-            reads = once * tl.load(inner + at + e)
-            earlier = e[None, :] + W - 1 < e[:, None]
-            pull = dot(tl.where(earlier, 1.0, 0.0), pull * full[:, None]) + reads[None, :]
-            grad = tl.sum(tl.where(e[None, :] - e[:, None] >= 1 - AFTER, pull, 0.0), 1)
-            grad += tl.sum(tl.where(earlier, (written * full)[None, :], 0.0), 1)
-            tl.store(apart + slot, grad + crossing)
-        initial = i + e * 0 == 0  # whether this is a document's first chunk
-        ours = (e >= W - 1) | initial
-        if SWAP:
-            op, ok = key_pointers(out, head_out, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
-        else:
-            op, ok = value_pointers(out, head_out, rows, n, start, length, missing, h, r, H, V, W, SHIFT, MASKED)
-        if W > 1:
-            shared = overlap + (((chunk + i) * H + h) * (W - 1) + e) * B
-            tl.store(shared[:, None] + db[None, :], found, mask=(ok & (e < W - 1) & ~initial)[:, None] & in_b)
-        if ENERGY:
-            factor = tl.zeros([C], tl.float32)
-            for w in tl.static_range(W):
-                there = (r + w >= 0) & (r + w < length)
-                factor += tl.load(d_energy + (start + r + w) * H + h, mask=there, other=0.0)
-            found += 2.0 * factor[:, None] * read(xp[:, None] + db[None, :], xok[:, None] & in_b).to(tl.float32)
-        tl.store(op[:, None] + db[None, :], found, mask=(ok & ours)[:, None] & in_b)
         kept = tl.exp(u_end + low_end)
         from_start = tl.exp(high + low)
-        dS = dS * kept + dot(tl.trans(ask), (value.to(tl.float32) * from_start[:, None]).to(pair.dtype))
-        if ONES:
-            share = from_start * tl.load(weight + at + e)
-            if SWAP:
-                dz = dz * kept + tl.sum(value.to(tl.float32) * share[:, None], 0)
+        to_end = tl.exp(tl.minimum(u_end - s_high + (low_end - s_low), 0.0))
+        if BACK:
+            distance = e[:, None] - (1 - AFTER) - e[None, :]
+            decay = _far(high[:, None], low[:, None], s_high[None, :], s_low[None, :], distance, W, LOW)
+            mix = _with_near(full[None, :] * decay, weights + at * W, distance, e, False, W, C)
+            give, take = from_start, full * to_end
+        else:
+            distance = e[None, :] - (1 - AFTER) - e[:, None]
+            decay = _far(high[None, :], low[None, :], s_high[:, None], s_low[:, None], distance, W, LOW)
+            mix = _with_near(full[:, None] * decay, weights + at * W, distance, e, True, W, C)
+            give, take = full * to_end, from_start
+        scores = dot(source, tl.trans(reader))
+        carried = dot(S.to(reader.dtype), tl.trans(reader))
+        if ONES and SWAP:
+            one = tl.load(weight + at + e)
+            if BACK:
+                scores += one[:, None]
+                carried += sum_x[:, None]
             else:
-                dz = dz * kept + tl.sum(ask.to(tl.float32) * share[:, None], 0)
+                scores += one[None, :]
+                carried += sum_x[:, None] * one[None, :]
+        p = scores * mix
+        found = carried * take[None, :] + dot(tl.trans(value), p.to(value.dtype))
+        given = (tl.trans(value).to(tl.float32) * give[None, :]).to(value.dtype)
+        S = S * kept + dot(given, source)
+        if NORMALIZE and not BACK:
+            divisor = tl.sum(p, 0) + from_start * tl.sum(tl.trans(reader).to(tl.float32) * sum_x[:, None], 0) + eps
+            found = found / divisor[None, :]
+            if part == 0:
+                tl.store(seen + row, divisor, mask=token)
+        if INNER:
+            other = read(query + row[None, :] * B + db[:, None], token[None, :] & (db < B)[:, None]).to(tl.float32)
+            tl.store(inner + part * M * H * C + at + e, tl.sum(other * carried * take[None, :], 0))
+        if GATES:
+            y = read(vp[:, None] + db[None, :], vok[:, None] & in_b)
+            pull = dot(value, tl.trans(y))
+            written = tl.sum(tl.trans(y).to(tl.float32) * carried, 0)
+            if ONES:
+                pull += once * tl.load(weight + at + e)[:, None]
+                written += once * tl.sum(tl.trans(pair).to(tl.float32) * sum_x[:, None], 0)
+            written *= to_end
+            slot = part * M * H * C + at + e
+            for d in tl.static_range(W - 1):
+                near = tl.sum(tl.where(distance == d, scores * pull, 0.0), 0)
+                tl.store(close + (part * M * H * C + at) * (W - 1) + d * C + e, near)
+            tl.store(far + slot, tl.sum(scores * pull * decay, 0) + written)
+            if LOW:
+                # token r decays what earlier tokens wrote, for later ones to read
+                reads = once * tl.load(inner + at + e)
+                earlier = e[:, None] + W - 1 < e[None, :]
+                passing = dot(scores * pull * decay * full[None, :], tl.where(earlier, 1.0, 0.0)) + reads[:, None]
+                grad = tl.sum(tl.where(e[:, None] - e[None, :] >= 1 - AFTER, passing, 0.0), 0)
+                grad += tl.sum(tl.where(earlier, (written * full)[:, None], 0.0), 0)
+                tl.store(apart + slot, grad + crossing)
+            else:
+                if NORMALIZE:
+                    reads = -eps * once * tl.load(weight + at + e)
+                else:
+                    answer = read(o + row[:, None] * B + db[None, :], token[:, None] & in_b).to(tl.float32)
+                    reads = tl.sum(answer * value.to(tl.float32), 1)
+                tl.store(inner + slot, reads)
+                tl.store(apart + slot, crossing + tl.zeros([C], tl.float32))
+                crossing += tl.sum(reads, 0) - tl.sum(written * full, 0) - tl.sum(tl.sum(p * pull, 1), 0)
+        if BACK:
+            initial = i + e * 0 == 0  # whether this is a document's first chunk
+            ours = (e >= W - 1) | initial
+            if SWAP:
+                op, ok = key_pointers(out, head_out, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
+            else:
+                op, ok = value_pointers(out, head_out, rows, n, start, length, missing, h, r, H, V, W, SHIFT, MASKED)
+            if W > 1:
+                shared = overlap + (((chunk + i) * H + h) * (W - 1) + e) * B
+                over = ok & (e < W - 1) & (i + e * 0 > 0)
+                tl.store(shared[None, :] + db[:, None], found, mask=over[None, :] & (db < B)[:, None])
+            if ENERGY:
+                factor = tl.zeros([C], tl.float32)
+                for w in tl.static_range(W):
+                    there = (r + w >= 0) & (r + w < length)
+                    factor += tl.load(d_energy + (start + r + w) * H + h, mask=there, other=0.0)
+                x = read(xp[None, :] + db[:, None], xok[None, :] & (db < B)[:, None]).to(tl.float32)
+                found += 2.0 * factor[None, :] * x
+            tl.store(op[None, :] + db[:, None], found, mask=(ok & ours)[None, :] & (db < B)[:, None])
+        else:
+            tl.store(out + row[None, :] * B + db[:, None], found, mask=token[None, :] & (db < B)[:, None])
+        if ONES or (NORMALIZE and not BACK):
+            # sums over sources of what the ones behind the values (BACK: their gradients) give
+            share = give
+            if BACK:
+                share = give * tl.load(weight + at + e)
+            if SWAP:
+                sum_x = sum_x * kept + tl.sum(tl.trans(value).to(tl.float32) * share[None, :], 1)
+            else:
+                sum_x = sum_x * kept + tl.sum(source.to(tl.float32) * share[:, None], 0)
 
 
 @triton.jit
@@ -690,8 +600,7 @@ def _add_overlap(
 # elements of the state that a program holds, warps, pipeline stages: for 16-bit inputs, and for float32
 CUTS = {
     "states": ((16384, 4, 1), (4096, 4, 1)),
-    "values": ((8192, 4, 2), (4096, 4, 1)),
-    "keys": ((8192, 4, 2), (4096, 4, 1)),
+    "walk": ((16384, 8, 3), (4096, 4, 1)),
 }
 
 
@@ -701,14 +610,11 @@ def cut(kind: str, rows: int, columns: int, like: Tensor) -> tuple[int, dict[str
     return min(block(columns), max(16, room // block(rows))), {"num_warps": warps, "num_stages": stages}
 
 
-def segment_length(chunks: int, heads: int, like: Tensor) -> int:
-    """Chunks of a segment: as many as leave enough segments to fill a large GPU. float32 keeps every state for its digits."""
+def segment_length(batch: int, tokens: int, heads: int, overlap: int, like: Tensor) -> int:
+    """Chunks of a segment, so that there are about 256 segments to fill a GPU. float32 keeps every state for its digits."""
     if like.dtype == torch.float32:
         return 1
-    length = 1
-    while length < 32 and chunks * heads >= 512 * length:
-        length *= 2
-    return length
+    return min(64, max(1, triton.cdiv(batch * tokens * heads, 256 * (CHUNK - overlap))))
 
 
 def scan(
@@ -843,30 +749,41 @@ class Associative:
                 z, _ = scan(z_states, total, z, self.ranks)
             else:
                 z = z.clone()
-            self._walk(self.q, states, z_states, None, o, None, None, seen, swap=False)
+            self._walk(states, o, z=z_states if self.normalize else None, seen=seen)
         return o, S, z, Kept(states, z_states, total, seen)
 
     def _walk(
         self,
-        query: Tensor,
-        states: Tensor,
-        z: Tensor,
-        weight: Tensor | None,
+        state: Tensor,
         out: Tensor,
-        against: Tensor | None,
-        inner: Tensor | None,
-        seen: Tensor | None,
-        swap: bool,
+        *,
+        back: bool = False,
+        swap: bool = False,
+        z: Tensor | None = None,
+        overlap: Tensor | None = None,
+        inner: Tensor | None = None,
+        far: Tensor | None = None,
+        d_energy: Tensor | None = None,
+        **tensors: Tensor | None,
     ) -> None:
-        k_size, v_size = self.k.shape[3], self.v.shape[3]
+        """One walk over all segments, see the kernel."""
+        ranks, k_size, v_size = self.ranks, self.k.shape[3], self.v.shape[3]
         inner_size, size = (v_size, k_size) if swap else (k_size, v_size)
-        columns, launch = cut("keys" if swap else "values", inner_size, size, self.k)
-        _walk[(self.ranks.segments * self.heads, triton.cdiv(size, columns))](
-            query, self.k, self.head_x, self.v, self.head_v, self.first, self.weights, self.upto, self.upto_low,
-            states, z, weight, out, against, inner, seen, **self._common(), eps=self.eps, M=self.ranks.chunks,
-            K=k_size, V=v_size, BA=block(inner_size), BB=columns, SWAP=swap,
-            ONES=weight is not None, NORMALIZE=self.normalize and not swap, INNER=inner is not None, **launch,
+        columns, launch = cut("walk", inner_size, size, self.k)
+        names = ("d_o", "o", "weight", "head_out", "seen", "product", "close", "apart")
+        _walk[(ranks.segments * self.heads, triton.cdiv(size, columns))](
+            query=self.q, k=self.k, head_x=self.head_x, v=self.v, head_v=self.head_v, first=self.first, weights=self.weights,
+            upto=self.upto, upto_low=self.upto_low, state=state, z=z, out=out, overlap=overlap, inner=inner, far=far,
+            d_energy=d_energy, **{name: tensors.get(name) for name in names}, **self._common(), eps=self.eps, M=ranks.chunks,
+            K=k_size, V=v_size, BA=block(inner_size), BB=columns, BACK=back, SWAP=swap, ONES=z is not None,
+            NORMALIZE=self.normalize and not swap, INNER=inner is not None and far is None, GATES=far is not None,
+            ENERGY=d_energy is not None, **launch,
         )  # fmt: skip
+        if overlap is not None:
+            _add_overlap[(ranks.chunks * self.heads,)](
+                overlap, out, tensors["head_out"], **tables(ranks), first=self.first, H=self.heads, K=size, BK=block(size),
+                W=self.window, BW=triton.next_power_of_2(self.window), SHIFT=self.shift, VALUES=not swap, num_warps=1,
+            )  # fmt: skip
 
     def backward(
         self,
@@ -900,14 +817,13 @@ class Associative:
                 d_v[:, 0] = 0
         d_head_x, d_head_v = torch.zeros_like(self.head_x), torch.zeros_like(self.head_v)
         parts, of_keys = (
-            triton.cdiv(size, cut(kind, other, size, self.k)[0])
-            for kind, size, other in (("values", v_size, k_size), ("keys", k_size, v_size))
+            triton.cdiv(size, cut("walk", other, size, self.k)[0]) for size, other in ((v_size, k_size), (k_size, v_size))
         )
         size = (parts, ranks.chunks, heads, CHUNK) if gates else (0,)
         inner = self.q.new_empty((of_keys, *size[1:]) if wide and gates else size, dtype=torch.float32)
         far, apart = (self.q.new_empty(size, dtype=torch.float32) for _ in range(2))
         close = self.q.new_empty((*size[:-1], self.window - 1, size[-1]), dtype=torch.float32)
-        d_energy = None
+        ones = self.ones and weight is not None
         with on_device(self.q):
             d_states, d_z_states = self._states(self.q, d_o, total, weight, True)
             d_S, product = scan(d_states, kept.total, d_S, self.ranks, kept.states, S_end, wide)
@@ -915,15 +831,20 @@ class Associative:
             if self.ones:
                 d_z, more = scan(d_z_states, kept.total, d_z, self.ranks, kept.z, z_end, wide)
                 product = product + more.sum(-1)
-            reads = wide and gates
             self._walk(
-                d_o, kept.states, kept.z, weight, d_q, self.q if reads else None, inner if reads else None, None, True
-            )
-            if reads:
+                kept.states, d_q, swap=True, d_o=d_o, weight=weight, z=kept.z if ones else None,
+                inner=inner if wide and gates else None,
+            )  # fmt: skip
+            if wide and gates:
                 inner = inner.sum(0)
-            outs = (inner, far, close, apart) if gates else None
-            d_z_of_values = d_z_states if gates and self.ones else None
-            self._walk_back(d_o, o, d_states, d_z_of_values, weight, product, (d_v, d_head_v), outs, None, False)
+            if self.ones and weight is None:
+                weight = self.q.new_zeros(ranks.chunks, heads, CHUNK, dtype=torch.float32)
+            found = {"inner": inner, "far": far, "close": close, "apart": apart} if gates else {}
+            self._walk(
+                d_states, d_v, back=True, d_o=d_o, o=o, weight=weight, z=d_z_states if gates and self.ones else None,
+                product=product, head_out=d_head_v, overlap=self._overlap(v_size), **found,
+            )  # fmt: skip
+            d_energy = None
             if through_gates is not None:
                 d_strength, d_log_decay = (self.q.new_empty(size[1:], dtype=torch.float32) for _ in range(2))
                 _gate_gradients[(ranks.chunks * heads,)](
@@ -932,39 +853,14 @@ class Associative:
                     num_warps=1,
                 )  # fmt: skip
                 d_energy = through_gates(d_strength, d_log_decay)
-            d_z_of_keys = d_z_states if self.ones else None
-            self._walk_back(d_o, o, d_states, d_z_of_keys, weight, None, (d_k, d_head_x), None, d_energy, True)
+            self._walk(
+                d_states, d_k, back=True, swap=True, d_o=d_o, weight=weight, z=d_z_states if self.ones else None,
+                d_energy=d_energy, head_out=d_head_x, overlap=self._overlap(k_size),
+            )  # fmt: skip
         return d_q, d_k, d_v, d_head_x, d_head_v, d_S, d_z
 
-    def _walk_back(
-        self,
-        d_o: Tensor,
-        o: Tensor,
-        d_states: Tensor,
-        d_z: Tensor | None,
-        weight: Tensor | None,
-        product: Tensor | None,
-        outs: tuple[Tensor, Tensor],
-        gates: tuple[Tensor, ...] | None,
-        d_energy: Tensor | None,
-        swap: bool,
-    ) -> None:
-        """Into `outs`, gradients of values (swap: keys) and of those in the head; into `gates`: inner, far, close, apart."""
-        ranks, k_size, v_size = self.ranks, self.k.shape[3], self.v.shape[3]
-        inner_size, size = (v_size, k_size) if swap else (k_size, v_size)
-        columns, launch = cut("keys" if swap else "values", inner_size, size, self.k)
-        overlap = self.q.new_empty(ranks.chunks, self.heads, self.window - 1, size, dtype=torch.float32)
-        if d_z is not None and weight is None:
-            weight = self.q.new_zeros(ranks.chunks, self.heads, CHUNK, dtype=torch.float32)
-        inner, far, close, apart = gates or (None,) * 4
-        _walk_back[(ranks.segments * self.heads, triton.cdiv(size, columns))](
-            self.q, self.k, self.head_x, self.v, self.head_v, d_o, o, self.first, self.weights, self.upto, self.upto_low,
-            d_states, d_z, weight, inner, product, d_energy, *outs, overlap, far, close, apart, **self._common(),
-            eps=self.eps, M=ranks.chunks, K=k_size, V=v_size, BA=block(inner_size), BB=columns, SWAP=swap,
-            ONES=d_z is not None, NORMALIZE=self.normalize, GATES=gates is not None, ENERGY=d_energy is not None, **launch,
-        )  # fmt: skip
-        if self.window > 1:
-            _add_overlap[(ranks.chunks * self.heads,)](
-                overlap, *outs, **tables(ranks), first=self.first, H=self.heads, K=size, BK=block(size), W=self.window,
-                BW=triton.next_power_of_2(self.window), SHIFT=self.shift, VALUES=not swap, num_warps=1,
-            )  # fmt: skip
+    def _overlap(self, size: int) -> Tensor | None:
+        """Room for what a chunk gives to the pairs of the chunk before it; None without a window."""
+        if self.window == 1:
+            return None
+        return self.q.new_empty(self.ranks.chunks, self.heads, self.window - 1, size, dtype=torch.float32)

@@ -59,7 +59,7 @@ def falcon_triton(
         mask,
         bounds,
         overlap=options.window - 1,
-        segment=segment_length(q.shape[0] * q.shape[1] // CHUNK, q.shape[2], q),
+        segment=segment_length(*q.shape[:3], options.window - 1, q),
     )
     q, k, v, beta, ridge = (x.contiguous() for x in (q, k, v, beta, ridge))
     head_x, head_v, first = heads_of(state, options)
