@@ -34,7 +34,7 @@ from torch import Tensor
 from .gpu import block, dot, into_chunks, key_pointers, of_chunk, on_device, read, row_of, tables, value_pointers
 from .ranks import CHUNK, Ranks
 
-FIXED = ["T", "NC", "NS", "SEG", "M"]  # no recompilation for another length
+FIXED = ["T", "NC", "NS", "SEG", "M", "NIL"]  # no recompilation for another length
 
 
 @triton.jit
@@ -64,44 +64,66 @@ def _decays(upto, upto_low, at, later, LOW: tl.constexpr):
 
 
 @triton.jit
-def _written(weights, upto, upto_low, at, e, W: tl.constexpr, LOW: tl.constexpr, C: tl.constexpr):
-    """P_{j,W-1} of every pair, and the two halves of u at the token that wrote it last."""
-    last = tl.minimum(e + W - 1, C - 1)
-    high, low = _decays(upto, upto_low, at, last, LOW)
-    return tl.load(weights + at * W + (W - 1) * C + e), high, low
+def _decay(high, low, s_high, s_low, apart, W: tl.constexpr, LOW: tl.constexpr):
+    """exp(u_t - u_{j+W-1}) for pairs that were written whole, 1 for those that t still writes, 0 for later ones.
 
-
-@triton.jit
-def _far(high, low, s_high, s_low, apart, W: tl.constexpr, LOW: tl.constexpr):
-    """exp(u_t - u_{j+W-1}) for pairs that were written whole, else 0. apart: last token that t reads, minus j."""
+    apart: last token that t reads, minus j.
+    """
     difference = high - s_high
     if LOW:
         difference += low - s_low
-    return tl.where(apart >= W - 1, tl.exp(tl.minimum(difference, 0.0)), 0.0)
+    decay = tl.where(apart >= W - 1, tl.exp(tl.minimum(difference, 0.0)), 0.0)
+    if W > 1:
+        decay = tl.where((apart >= 0) & (apart < W - 1), 1.0, decay)
+    return decay
 
 
 @triton.jit
-def _with_near(mix, near, apart, s, PAIRS_AS_ROWS: tl.constexpr, W: tl.constexpr, C: tl.constexpr):
-    """Put P_jd near the diagonal into the far part of M. near: where the chunk's P begin, s: the slots of the pairs."""
+def _parts(weights, apart, e, PAIRS_AS_ROWS: tl.constexpr, W: tl.constexpr, C: tl.constexpr):
+    """What multiplies the decay in M: P_{j,W-1} far from the diagonal, P_jd near it. weights: where those of the chunk begin."""
+    full = tl.load(weights + (W - 1) * C + e)
+    if PAIRS_AS_ROWS:
+        found = full[:, None]
+    else:
+        found = full[None, :]
     for d in tl.static_range(W - 1):
-        p = tl.load(near + d * C + s)
+        p = tl.load(weights + d * C + e)
         if PAIRS_AS_ROWS:
-            mix = tl.where(apart == d, p[:, None], mix)
+            found = tl.where(apart == d, p[:, None], found)
         else:
-            mix = tl.where(apart == d, p[None, :], mix)
-    return mix
+            found = tl.where(apart == d, p[None, :], found)
+    return found
 
 
 @triton.jit
-def _window_weights(strength, upto, upto_low, weights, W: tl.constexpr, LOW: tl.constexpr, C: tl.constexpr):
-    """P of every pair of a chunk: `[M, H, W, C]`."""
+def _weigh(
+    strength,
+    upto,
+    upto_low,
+    weights,
+    W: tl.constexpr,
+    AFTER: tl.constexpr,
+    LOW: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Of every slot of a chunk, `[M, H, W + 3, C]`: P_j0 ... P_{j,W-1}; the decay of whole pairs to the chunk's end; that from the
+    chunk's start to what a token reads; and w_j, the product of the last P and its decay to the end.
+    """
     at = tl.program_id(0).to(tl.int64) * C
     e = tl.arange(0, C)
+    out = weights + at * (W + 3) + e
     p = tl.zeros([C], tl.float32)
     for d in tl.static_range(W):
         p = p * _decay_of(upto, upto_low, at, e + d, LOW, C)
         p += tl.load(strength + at + e + d, mask=e + d < C, other=0.0)
-        tl.store(weights + at * W + d * C + e, p)
+        tl.store(out + d * C, p)
+    high, low = _decays(upto, upto_low, at, tl.minimum(e + W - 1, C - 1), LOW)
+    end, end_low = _decays(upto, upto_low, at, e * 0 + C - 1, LOW)
+    to_end = tl.exp(tl.minimum(end - high + (end_low - low), 0.0))
+    tl.store(out + W * C, to_end)
+    high, low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
+    tl.store(out + (W + 1) * C, tl.exp(high + low))
+    tl.store(out + (W + 2) * C, p * to_end)
 
 
 @triton.jit
@@ -124,6 +146,8 @@ def _segment_states(
     upto,
     upto_low,
     weight,
+    o,
+    inner,
     state,
     z,
     total,
@@ -134,6 +158,7 @@ def _segment_states(
     NC,
     NS,
     SEG,
+    M,
     H,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -144,12 +169,16 @@ def _segment_states(
     AFTER: tl.constexpr,
     BACK: tl.constexpr,
     ONES: tl.constexpr,
+    INNER: tl.constexpr,
     LOW: tl.constexpr,
     PLAIN: tl.constexpr,
     MASKED: tl.constexpr,
     C: tl.constexpr,
 ):
-    """What the pairs of a segment (BACK: its queries and output gradients) add to the state at its end (BACK: start)."""
+    """What the pairs of a segment (BACK: its queries and output gradients) add to the state at its end (BACK: start).
+
+    INNER: also o . d_o of every token, for this block of columns.
+    """
     q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     n, start, length, chunk, begin, end = _segment(q, docs, segment_doc, T, NC, NS, SEG, PLAIN, C - W + 1)
     e, dk = tl.arange(0, C), tl.arange(0, BK)
@@ -172,17 +201,19 @@ def _segment_states(
             ok = (e >= W - 1) & (r < length)
             row = row_of(rows, start, r, ok, MASKED) * H + h
             lp, rp, lok, rok = left + row * K, right + row * V, ok, ok
-            high, low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
-            w = tl.exp(high + low)
+            w = tl.load(weights + at * (W + 3) + (W + 1) * C + e)
         else:
             lp, lok = key_pointers(left, head_left, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
             rp, rok = value_pointers(right, head_right, rows, n, start, length, missing, h, r, H, V, W, SHIFT, MASKED)
-            full, high, low = _written(weights, upto, upto_low, at, e, W, LOW, C)
-            w = full * tl.exp(tl.minimum(u_end - high + (low_end - low), 0.0))
+            w = tl.load(weights + at * (W + 3) + (W + 2) * C + e)
         x = read(lp[:, None] + dk[None, :], lok[:, None] & (dk < K)[None, :])
         y = read(rp[:, None] + dv[None, :], rok[:, None] & (dv < V)[None, :])
         kept = tl.exp(u_end + low_end)
         S = S * kept + dot(tl.trans(x), (y.to(tl.float32) * w[:, None]).to(x.dtype))
+        if INNER:
+            answer = read(o + row[:, None] * V + dv[None, :], rok[:, None] & (dv < V)[None, :]).to(tl.float32)
+            to = inner + tl.program_id(1).to(tl.int64) * M * H * C + at + e
+            tl.store(to, tl.sum(answer * y.to(tl.float32), 1))
         if ONES:
             part = w
             if BACK:
@@ -279,7 +310,6 @@ def _walk(
     v,
     head_v,
     d_o,
-    o,
     first,
     weights,
     upto,
@@ -306,6 +336,7 @@ def _walk(
     NS,
     SEG,
     M,
+    NIL,
     H,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -381,87 +412,67 @@ def _walk(
             pair = read(xp[:, None] + da[None, :], xok[:, None] & in_a)
         if BACK:
             source, reader = ask, pair
-            if SWAP:
-                value = read(query + row[:, None] * B + db[None, :], token[:, None] & in_b)
-            else:
-                value = read(d_o + row[:, None] * B + db[None, :], token[:, None] & in_b)
+            giving, taking = W + 1, W + 2
         else:
             source, reader = pair, ask
-            if SWAP:
-                value = read(xp[:, None] + db[None, :], xok[:, None] & in_b)
-            else:
-                value = read(vp[:, None] + db[None, :], vok[:, None] & in_b)
-        full, s_high, s_low = _written(weights, upto, upto_low, at, e, W, LOW, C)
-        high, low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
+            giving, taking = W + 2, W + 1
         u_end = tl.load(upto + at + C - 1)
-        low_end = u_end * 0.0
         if LOW:
-            low_end = tl.load(upto_low + at + C - 1)
-        kept = tl.exp(u_end + low_end)
-        from_start = tl.exp(high + low)
-        to_end = tl.exp(tl.minimum(u_end - s_high + (low_end - s_low), 0.0))
-        if BACK:
-            distance = e[:, None] - (1 - AFTER) - e[None, :]
-            decay = _far(high[:, None], low[:, None], s_high[None, :], s_low[None, :], distance, W, LOW)
-            mix = _with_near(full[None, :] * decay, weights + at * W, distance, e, False, W, C)
-            give, take = from_start, full * to_end
-        else:
-            distance = e[None, :] - (1 - AFTER) - e[:, None]
-            decay = _far(high[None, :], low[None, :], s_high[:, None], s_low[:, None], distance, W, LOW)
-            mix = _with_near(full[:, None] * decay, weights + at * W, distance, e, True, W, C)
-            give, take = full * to_end, from_start
-        scores = dot(source, tl.trans(reader))
+            u_end += tl.load(upto_low + at + C - 1)
+        kept = tl.exp(u_end)
+        own_weights = weights + at * (W + 3)
+        # what is read from memory stands near its use: it waits in registers from there on
         carried = dot(S.to(reader.dtype), tl.trans(reader))
         if ONES and SWAP:
             one = tl.load(weight + at + e)
             if BACK:
-                scores += one[:, None]
                 carried += sum_x[:, None]
             else:
-                scores += one[None, :]
                 carried += sum_x[:, None] * one[None, :]
-        p = scores * mix
-        found = carried * take[None, :] + dot(tl.trans(value), p.to(value.dtype))
+        if GATES:
+            y = read(vp[:, None] + db[None, :], vok[:, None] & in_b)
+            written = tl.load(own_weights + W * C + e) * tl.sum(tl.trans(y).to(tl.float32) * carried, 0)
+            before = crossing
+        found = carried * tl.load(own_weights + taking * C + e)[None, :]
+        if INNER:
+            other = read(query + row[None, :] * B + db[:, None], token[None, :] & (db < B)[:, None]).to(tl.float32)
+            tl.store(inner + part * M * H * C + at + e, tl.sum(other * found, 0))
+        if BACK and SWAP:
+            value = read(query + row[:, None] * B + db[None, :], token[:, None] & in_b)
+        elif BACK:
+            value = read(d_o + row[:, None] * B + db[None, :], token[:, None] & in_b)
+        elif SWAP:
+            value = read(xp[:, None] + db[None, :], xok[:, None] & in_b)
+        else:
+            value = read(vp[:, None] + db[None, :], vok[:, None] & in_b)
+        give = tl.load(own_weights + giving * C + e)
         given = (tl.trans(value).to(tl.float32) * give[None, :]).to(value.dtype)
         S = S * kept + dot(given, source)
+        scores = dot(source, tl.trans(reader))
+        high, low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
+        s_high, s_low = _decays(upto, upto_low, at, tl.minimum(e + W - 1, C - 1), LOW)
+        now = e
+        if W > 1:  # NIL is 0, unknown to the compiler: no table of comparisons is kept in registers over the loop
+            now = e + (NIL * step).to(tl.int32)
+        if BACK:
+            if ONES and SWAP:
+                scores += one[:, None]
+            distance = now[:, None] - (1 - AFTER) - e[None, :]
+            scores *= _decay(high[:, None], low[:, None], s_high[None, :], s_low[None, :], distance, W, LOW)
+            p = scores * _parts(own_weights, distance, e, False, W, C)
+        else:
+            if ONES and SWAP:
+                scores += one[None, :]
+            distance = now[None, :] - (1 - AFTER) - e[:, None]
+            scores *= _decay(high[None, :], low[None, :], s_high[:, None], s_low[:, None], distance, W, LOW)
+            p = scores * _parts(own_weights, distance, e, True, W, C)
+        found += dot(tl.trans(value), p.to(value.dtype))
         if NORMALIZE and not BACK:
+            from_start = tl.load(own_weights + taking * C + e)
             divisor = tl.sum(p, 0) + from_start * tl.sum(tl.trans(reader).to(tl.float32) * sum_x[:, None], 0) + eps
             found = found / divisor[None, :]
             if part == 0:
                 tl.store(seen + row, divisor, mask=token)
-        if INNER:
-            other = read(query + row[None, :] * B + db[:, None], token[None, :] & (db < B)[:, None]).to(tl.float32)
-            tl.store(inner + part * M * H * C + at + e, tl.sum(other * carried * take[None, :], 0))
-        if GATES:
-            y = read(vp[:, None] + db[None, :], vok[:, None] & in_b)
-            pull = dot(value, tl.trans(y))
-            written = tl.sum(tl.trans(y).to(tl.float32) * carried, 0)
-            if ONES:
-                pull += once * tl.load(weight + at + e)[:, None]
-                written += once * tl.sum(tl.trans(pair).to(tl.float32) * sum_x[:, None], 0)
-            written *= to_end
-            slot = part * M * H * C + at + e
-            for d in tl.static_range(W - 1):
-                near = tl.sum(tl.where(distance == d, scores * pull, 0.0), 0)
-                tl.store(close + (part * M * H * C + at) * (W - 1) + d * C + e, near)
-            tl.store(far + slot, tl.sum(scores * pull * decay, 0) + written)
-            if LOW:
-                # token r decays what earlier tokens wrote, for later ones to read
-                reads = once * tl.load(inner + at + e)
-                earlier = e[:, None] + W - 1 < e[None, :]
-                passing = dot(scores * pull * decay * full[None, :], tl.where(earlier, 1.0, 0.0)) + reads[:, None]
-                grad = tl.sum(tl.where(e[:, None] - e[None, :] >= 1 - AFTER, passing, 0.0), 0)
-                grad += tl.sum(tl.where(earlier, (written * full)[:, None], 0.0), 0)
-                tl.store(apart + slot, grad + crossing)
-            else:
-                if NORMALIZE:
-                    reads = -eps * once * tl.load(weight + at + e)
-                else:
-                    answer = read(o + row[:, None] * B + db[None, :], token[:, None] & in_b).to(tl.float32)
-                    reads = tl.sum(answer * value.to(tl.float32), 1)
-                tl.store(inner + slot, reads)
-                tl.store(apart + slot, crossing + tl.zeros([C], tl.float32))
-                crossing += tl.sum(reads, 0) - tl.sum(written * full, 0) - tl.sum(tl.sum(p * pull, 1), 0)
         if BACK:
             initial = i + e * 0 == 0  # whether this is a document's first chunk
             ours = (e >= W - 1) | initial
@@ -478,11 +489,41 @@ def _walk(
                 for w in tl.static_range(W):
                     there = (r + w >= 0) & (r + w < length)
                     factor += tl.load(d_energy + (start + r + w) * H + h, mask=there, other=0.0)
-                x = read(xp[None, :] + db[:, None], xok[None, :] & (db < B)[:, None]).to(tl.float32)
-                found += 2.0 * factor[None, :] * x
+                x = read(xp[:, None] + db[None, :], xok[:, None] & in_b)
+                if x.dtype == tl.float16:  # these factors need the range of float32
+                    x = x.to(tl.bfloat16)
+                found += dot(tl.trans(x), tl.where(e[:, None] == e[None, :], 2.0 * factor[None, :], 0.0).to(x.dtype))
             tl.store(op[None, :] + db[:, None], found, mask=(ok & ours)[None, :] & (db < B)[:, None])
         else:
             tl.store(out + row[None, :] * B + db[:, None], found, mask=token[None, :] & (db < B)[:, None])
+        if GATES:
+            pull = dot(value, tl.trans(y))
+            if ONES:
+                pull += once * tl.load(weight + at + e)[:, None]
+                ones = tl.sum(tl.trans(pair).to(tl.float32) * sum_x[:, None], 0)
+                written += once * tl.load(own_weights + W * C + e) * ones
+            pull *= scores
+            for d in tl.static_range(W - 1):
+                near = tl.sum(tl.where(distance == d, pull, 0.0), 0)
+                tl.store(close + (part * M * H * C + at) * (W - 1) + d * C + e, near)
+                if not LOW:
+                    crossing -= tl.sum(near * tl.load(own_weights + d * C + e), 0)
+            if W > 1:
+                pull = tl.where(distance >= W - 1, pull, 0.0)
+            d_full = tl.sum(pull, 0) + written
+            tl.store(far + part * M * H * C + at + e, d_full)
+            reads = once * tl.load(inner + at + e)
+            full = tl.load(own_weights + (W - 1) * C + e)
+            if LOW:
+                # token r decays what earlier tokens wrote, for later ones to read
+                earlier = e[:, None] + W - 1 < e[None, :]
+                passing = dot(pull * full[None, :], tl.where(earlier, 1.0, 0.0)) + reads[:, None]
+                grad = tl.sum(tl.where(e[:, None] - e[None, :] >= 1 - AFTER, passing, 0.0), 0)
+                grad += tl.sum(tl.where(earlier, (written * full)[:, None], 0.0), 0)
+                tl.store(apart + part * M * H * C + at + e, grad + crossing)
+            else:
+                tl.store(apart + part * M * H * C + at + e, before + tl.zeros([C], tl.float32))
+                crossing += tl.sum(reads, 0) - tl.sum(d_full * full, 0)
         if ONES or (NORMALIZE and not BACK):
             # sums over sources of what the ones behind the values (BACK: their gradients) give
             share = give
@@ -521,17 +562,16 @@ def _gate_gradients(
     reads = tl.zeros([C], tl.float32)
     for part in tl.static_range(PARTS):
         d_u += tl.load(apart + part * size + at + e)
-        if not LOW:
-            reads += tl.load(inner + part * size + at + e)
     if not LOW:
+        reads += tl.load(inner + at + e)
         # far pairs: all reads from here on, minus all that was written from here on, plus state times gradient at the end
         full = tl.zeros([C], tl.float32)
         for part in tl.static_range(PARTS):
             full += tl.load(far + part * size + at + e)
-        full *= tl.load(weights + at * W + (W - 1) * C + e)
+        full *= tl.load(weights + at * (W + 3) + (W - 1) * C + e)
         for d in tl.static_range(W - 1):
             j = e - d - (1 - AFTER)
-            own = tl.load(weights + at * W + d * C + j, mask=j >= 0, other=0.0)
+            own = tl.load(weights + at * (W + 3) + d * C + j, mask=j >= 0, other=0.0)
             for part in tl.static_range(PARTS):
                 near = close + (part * size + at) * (W - 1) + d * C + j
                 reads -= own * tl.load(near, mask=j >= 0, other=0.0)
@@ -553,7 +593,7 @@ def _gate_gradients(
                 grad *= _decay_of(upto, upto_low, at, j + W - 1 - up, LOW, C)
         d_c += grad
         if back > 0:
-            before = tl.load(weights + at * W + (back - 1) * C + j, mask=j >= 0, other=0.0)
+            before = tl.load(weights + at * (W + 3) + (back - 1) * C + j, mask=j >= 0, other=0.0)
             d_u += grad * before * _decay_of(upto, upto_low, at, e, LOW, C)
     tl.store(d_strength + at + e, d_c)
     tl.store(d_log_decay + at + e, d_u)
@@ -688,13 +728,11 @@ class Associative:
 
     @functools.cached_property
     def weights(self) -> Tensor:
-        """P, `[M, H, W, C]`: of a single pair, its strength."""
-        if self.window == 1:
-            return self.strength
-        weights = self.strength.new_empty(*self.strength.shape[:2], self.window, CHUNK)
-        _window_weights[(self.strength.shape[0] * self.heads,)](
-            self.strength, self.upto, self.upto_low, weights, W=self.window, LOW=self.q.dtype == torch.float32, C=CHUNK,
-            num_warps=1,
+        """P, and decays to the chunk's ends, see `_weigh`."""
+        weights = self.strength.new_empty(*self.strength.shape[:2], self.window + 3, CHUNK)
+        _weigh[(self.strength.shape[0] * self.heads,)](
+            self.strength, self.upto, self.upto_low, weights, W=self.window, AFTER=int(self.after),
+            LOW=self.q.dtype == torch.float32, C=CHUNK, num_warps=1,
         )  # fmt: skip
         return weights
 
@@ -719,7 +757,14 @@ class Associative:
         }
 
     def _states(
-        self, left: Tensor, right: Tensor, total: Tensor, weight: Tensor | None, back: bool
+        self,
+        left: Tensor,
+        right: Tensor,
+        total: Tensor,
+        weight: Tensor | None,
+        back: bool,
+        o: Tensor | None = None,
+        inner: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """What every segment adds to the state, `[Q, H, K, V]`, and to z."""
         k_size, v_size, segments = self.k.shape[3], self.v.shape[3], self.ranks.segments
@@ -727,8 +772,8 @@ class Associative:
         state = self.q.new_empty(segments, self.heads, k_size, v_size, dtype=torch.float32)
         z = self.q.new_empty(segments, self.heads, k_size if self.ones else 0, dtype=torch.float32)
         _segment_states[(segments * self.heads, triton.cdiv(v_size, columns))](
-            left, self.head_x, right, self.head_v, self.first, self.weights, self.upto, self.upto_low, weight,
-            state, z, total, **self._common(), K=k_size, V=v_size, BK=block(k_size), BV=columns,
+            left, self.head_x, right, self.head_v, self.first, self.weights, self.upto, self.upto_low, weight, o, inner,
+            state, z, total, **self._common(), M=self.ranks.chunks, INNER=inner is not None, K=k_size, V=v_size, BK=block(k_size), BV=columns,
             BACK=back, ONES=self.ones and (weight is not None or not back), **launch,
         )  # fmt: skip
         if self.ones and back and weight is None:
@@ -770,11 +815,11 @@ class Associative:
         ranks, k_size, v_size = self.ranks, self.k.shape[3], self.v.shape[3]
         inner_size, size = (v_size, k_size) if swap else (k_size, v_size)
         columns, launch = cut("walk", inner_size, size, self.k)
-        names = ("d_o", "o", "weight", "head_out", "seen", "product", "close", "apart")
+        names = ("d_o", "weight", "head_out", "seen", "product", "close", "apart")
         _walk[(ranks.segments * self.heads, triton.cdiv(size, columns))](
             query=self.q, k=self.k, head_x=self.head_x, v=self.v, head_v=self.head_v, first=self.first, weights=self.weights,
             upto=self.upto, upto_low=self.upto_low, state=state, z=z, out=out, overlap=overlap, inner=inner, far=far,
-            d_energy=d_energy, **{name: tensors.get(name) for name in names}, **self._common(), eps=self.eps, M=ranks.chunks,
+            d_energy=d_energy, **{name: tensors.get(name) for name in names}, **self._common(), eps=self.eps, M=ranks.chunks, NIL=0,
             K=k_size, V=v_size, BA=block(inner_size), BB=columns, BACK=back, SWAP=swap, ONES=z is not None,
             NORMALIZE=self.normalize and not swap, INNER=inner is not None and far is None, GATES=far is not None,
             ENERGY=d_energy is not None, **launch,
@@ -816,16 +861,21 @@ class Associative:
             if self.window > 1:  # nor does the first value without a key before it
                 d_v[:, 0] = 0
         d_head_x, d_head_v = torch.zeros_like(self.head_x), torch.zeros_like(self.head_v)
-        parts, of_keys = (
-            triton.cdiv(size, cut("walk", other, size, self.k)[0]) for size, other in ((v_size, k_size), (k_size, v_size))
+        parts, of_keys, of_states = (
+            triton.cdiv(size, cut(kind, other, size, self.k)[0])
+            for kind, size, other in (("walk", v_size, k_size), ("walk", k_size, v_size), ("states", v_size, k_size))
         )
         size = (parts, ranks.chunks, heads, CHUNK) if gates else (0,)
-        inner = self.q.new_empty((of_keys, *size[1:]) if wide and gates else size, dtype=torch.float32)
+        # what every token reads times its gradient; where `wide`, of what it reads from the state before its chunk
+        inner = None
+        if gates:
+            inner = self.q.new_empty(of_keys if wide else of_states, *size[1:], dtype=torch.float32)
         far, apart = (self.q.new_empty(size, dtype=torch.float32) for _ in range(2))
         close = self.q.new_empty((*size[:-1], self.window - 1, size[-1]), dtype=torch.float32)
         ones = self.ones and weight is not None
         with on_device(self.q):
-            d_states, d_z_states = self._states(self.q, d_o, total, weight, True)
+            reads = None if wide or self.normalize else inner
+            d_states, d_z_states = self._states(self.q, d_o, total, weight, True, o, reads)
             d_S, product = scan(d_states, kept.total, d_S, self.ranks, kept.states, S_end, wide)
             product = product.sum(-1)
             if self.ones:
@@ -833,15 +883,15 @@ class Associative:
                 product = product + more.sum(-1)
             self._walk(
                 kept.states, d_q, swap=True, d_o=d_o, weight=weight, z=kept.z if ones else None,
-                inner=inner if wide and gates else None,
+                inner=inner if wide else None,
             )  # fmt: skip
-            if wide and gates:
-                inner = inner.sum(0)
+            if inner is not None:
+                inner = -self.eps * weight if weight is not None and not wide else inner.sum(0)
             if self.ones and weight is None:
                 weight = self.q.new_zeros(ranks.chunks, heads, CHUNK, dtype=torch.float32)
             found = {"inner": inner, "far": far, "close": close, "apart": apart} if gates else {}
             self._walk(
-                d_states, d_v, back=True, d_o=d_o, o=o, weight=weight, z=d_z_states if gates and self.ones else None,
+                d_states, d_v, back=True, d_o=d_o, weight=weight, z=d_z_states if gates and self.ones else None,
                 product=product, head_out=d_head_v, overlap=self._overlap(v_size), **found,
             )  # fmt: skip
             d_energy = None

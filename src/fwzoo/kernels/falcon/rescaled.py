@@ -31,6 +31,7 @@ from ..ranks import CHUNK, Ranks
 from .rules import Options
 
 FLOOR = 1e-4  # smallest decay floor for which R stays far inside the range of float32
+STAGES = 3  # of the loads that run ahead of a walk
 
 
 @triton.jit
@@ -479,7 +480,7 @@ class Rescaled:
         self._launch(
             _rescaled_values, (self._of_segments, triton.cdiv(v_size, 64)), {"BK": inner, "BV": 64}, weights=weights,
             scale=scale, halves=halves, state=state, total=total, out=out, READ=out is not None, BACK=back,
-            num_warps=8 if inner > 128 else 4, num_stages=2,
+            num_warps=8 if inner > 128 else 4, num_stages=STAGES,
         )  # fmt: skip
 
     def _states(self, weights: Tensor, halves: Tensor, back: bool) -> tuple[Tensor, Tensor]:
@@ -566,5 +567,5 @@ class Rescaled:
         self._launch(
             _rescaled_keys, (self._of_segments, triton.cdiv(self.k.shape[3], 64)), {"BK": 64, "BV": inner}, asking=asking,
             writing=writing, halves=halves, scores=scores, state=state, d_energy=d_energy, out=out, head_out=head_out,
-            ENERGY=d_energy is not None, BACK=back, num_warps=8 if inner > 128 else 4, num_stages=2,
+            ENERGY=d_energy is not None, BACK=back, num_warps=8 if inner > 128 else 4, num_stages=STAGES,
         )  # fmt: skip
