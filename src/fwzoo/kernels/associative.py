@@ -640,14 +640,17 @@ def _add_overlap(
 # elements of the state that a program holds, warps, pipeline stages: for 16-bit inputs, and for float32
 CUTS = {
     "states": ((16384, 4, 1), (4096, 4, 1)),
-    "walk": ((16384, 8, 3), (4096, 4, 1)),
+    "walk": ((16384, 8, 3), (8192, 8, 1)),
 }
 
 
 def cut(kind: str, rows: int, columns: int, like: Tensor) -> tuple[int, dict[str, int]]:
     """Columns of a state `[rows, columns]` that one program holds, and its launch options; by sizes and dtype alone."""
     room, warps, stages = CUTS[kind][like.dtype == torch.float32]
-    return min(block(columns), max(16, room // block(rows))), {"num_warps": warps, "num_stages": stages}
+    if block(rows) > 128:
+        stages = min(stages, 2)  # more do not fit in shared memory
+    least = 16 if like.dtype == torch.float32 else 64  # rows of a product on Hopper's tensor cores
+    return min(max(least, block(columns)), max(least, room // block(rows))), {"num_warps": warps, "num_stages": stages}
 
 
 def segment_length(batch: int, tokens: int, heads: int, overlap: int, like: Tensor) -> int:
