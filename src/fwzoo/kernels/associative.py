@@ -653,11 +653,11 @@ def cut(kind: str, rows: int, columns: int, like: Tensor) -> tuple[int, dict[str
     return min(max(least, block(columns)), max(least, room // block(rows))), {"num_warps": warps, "num_stages": stages}
 
 
-def segment_length(batch: int, tokens: int, heads: int, overlap: int, like: Tensor) -> int:
+def segment_length(q: Tensor, overlap: int) -> int:
     """Chunks of a segment, so that there are about 256 segments to fill a GPU. float32 keeps every state for its digits."""
-    if like.dtype == torch.float32:
+    if q.dtype == torch.float32:
         return 1
-    return min(64, max(1, triton.cdiv(batch * tokens * heads, 256 * (CHUNK - overlap))))
+    return min(64, max(1, triton.cdiv(q.shape[0] * q.shape[1] * q.shape[2], 256 * (CHUNK - overlap))))
 
 
 def scan(

@@ -475,28 +475,42 @@ def gates_backward(
     Args:
         d_k: `[B, T, H, K]`, d_head_x `[N, H, W, K]`: changed in place.
     """
-    heads, k_size = k.shape[2:]
     d_beta, d_ridge, d_energy = inputs_backward(
         beta, ridge, first, count, found, d_strength, d_log_decay, ranks, options
     )
     if d_energy is not None:
-        with on_device(k):
-            _energy_backward[(ranks.chunks * heads,)](
-                k,
-                head_x,
-                d_energy,
-                found.vector,
-                d_k,
-                d_head_x,
-                **tables(ranks),
-                H=heads,
-                K=k_size,
-                BK=block(k_size),
-                SHIFT=int(options.shifted),
-                W=options.window,
-                TOP=_top(options),
-            )
+        energy_backward(k, head_x, d_energy, found.vector, d_k, d_head_x, ranks, options)
     return d_beta, d_ridge
+
+
+def energy_backward(
+    k: Tensor,
+    head_x: Tensor,
+    d_energy: Tensor,
+    vector: Tensor | None,
+    d_k: Tensor,
+    d_head_x: Tensor,
+    ranks: Ranks,
+    options: Options,
+) -> None:
+    """Add the gradient of the energies (of `inputs_backward`) to those of the keys. vector: of `Gates`, where an energy is an eigenvalue."""
+    heads, k_size = k.shape[2:]
+    with on_device(k):
+        _energy_backward[(ranks.chunks * heads,)](
+            k,
+            head_x,
+            d_energy,
+            vector,
+            d_k,
+            d_head_x,
+            **tables(ranks),
+            H=heads,
+            K=k_size,
+            BK=block(k_size),
+            SHIFT=int(options.shifted),
+            W=options.window,
+            TOP=_top(options),
+        )
 
 
 # --- options and tables as an operator's arguments ---

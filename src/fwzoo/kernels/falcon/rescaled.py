@@ -1,11 +1,11 @@
-"""Triton kernels of falcon2a for 16-bit inputs: linear attention on values rescaled about the middle of every 8 rows.
+"""Triton kernels of falcon2a (see `columns.py`) for 16-bit inputs: linear attention on values rescaled about the middle of every 8 rows.
 
 With log-decay prefix u_tv of column v, m(t) the middle of the 8 rows that hold t, and R_tv = exp(u_tv - u_m(t)v),
 
     o_tv = R_tv * (read of q_t from the state at m(t), and from b_jv / R_jv of the rows j <= t of its 8)
 
 is linear attention whose decays change only from one 8 rows to the next: matrix products on b / R, times a factor for every 8
-rows and column. Nothing is neglected: 4 decays of 1e-4 (`FLOOR`) make R at most 1e16, inside the range of bfloat16 and float32 (which
+rows and column. Nothing is neglected: 4 decays of 1e-4 (no decay floor may be smaller) make R at most 1e16, inside the range of bfloat16 and float32 (which
 float16 inputs take), and the factors from middle to middle are at least 1e-32.
 
 What the kernels need of beta and v is made once (`_rescale`): b / R, R, and the log-decay of both halves of every 8 rows, in
@@ -30,7 +30,6 @@ from ..gpu import block, dot, key_pointers, of_chunk, on_device, read, row_of
 from ..ranks import CHUNK, Ranks
 from .rules import Options
 
-FLOOR = 1e-4  # smallest decay floor for which R stays far inside the range of float32
 STAGES = 3  # of the loads that run ahead of a walk
 
 
@@ -39,10 +38,7 @@ def _gate(beta, strength, upto, upto_low, row, token, slot, dv, decay_floor, V: 
     """Gain, 1 / denominator, decay before it is held above the floor, and what multiplies 1 - gain (or gain) in it."""
     gain = read(beta + row[:, None] * V + dv[None, :], token[:, None] & (dv < V)[None, :]).to(tl.float32)
     pull = tl.load(upto_low + slot)[:, None]
-    if DIVIDE:
-        raw = tl.load(upto + slot)[:, None] + (1.0 - gain) * pull
-    else:
-        raw = 1.0 - gain * pull
+    raw = (tl.load(upto + slot)[:, None] + (1.0 - gain) * pull) if DIVIDE else (1.0 - gain * pull)
     return gain, tl.load(strength + slot)[:, None], raw, pull
 
 
@@ -73,7 +69,7 @@ def _rescale(
 ):
     """b / R and R, `[M, H, C, V]`, and the log-decay of the halves of every 8 rows, `[M, H, C / 8, 2, V]`."""
     c, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
-    n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
+    _n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
     eight, dv = tl.arange(0, C // 8), tl.program_id(1) * BV + tl.arange(0, BV)
     in_v = (dv < V)[None, :]
     at = (c * H + h) * C
@@ -160,10 +156,7 @@ def _rescaled_values(
     t, dk, dv = tl.arange(0, 16), tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
     in_k, in_v = dk < K, (dv < V)[:, None]
     own = state + (q * H + h) * K * V + dv[:, None] + dk[None, :] * V
-    if READ:
-        S = tl.load(own, mask=in_v & in_k[None, :], other=0.0)
-    else:
-        S = tl.zeros([BV, BK], tl.float32)
+    S = tl.load(own, mask=in_v & in_k[None, :], other=0.0) if READ else tl.zeros([BV, BK], tl.float32)
     sum_u = tl.zeros([BV], tl.float32)
     early, apart = t < 8, t[None, :] - t[:, None]
     if BACK:
@@ -226,7 +219,7 @@ def _rescaled_scores(
 ):
     """R d_o, `[M, H, C, V]`, and the gradient of q_t . x_j inside every 16 rows, `[M, H, C, 16]`."""
     c, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
-    n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
+    _n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
     e = tl.arange(0, C)
     token = i * C + e < length
     row = row_of(rows, start, i * C + e, token, MASKED) * H + h
@@ -367,7 +360,7 @@ def _gain_gradients(
     at the segment's end (`product`).
     """
     q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
-    n, start, length, chunk, begin, end = _segment(q, docs, segment_doc, T, NC, NS, SEG, PLAIN, C)
+    _n, start, length, chunk, begin, end = _segment(q, docs, segment_doc, T, NC, NS, SEG, PLAIN, C)
     t, dv = tl.arange(0, 16), tl.program_id(1) * BV + tl.arange(0, BV)
     in_v = (dv < V)[None, :]
     crossing = tl.load(product + (q * H + h) * V + dv, mask=dv < V, other=0.0)
@@ -508,14 +501,9 @@ class Rescaled:
         S_end: Tensor,
         states: Tensor,
         total: Tensor,
-        through_gates: Callable[[Tensor, Tensor], Tensor | None],
+        through_gates: Callable[[Tensor, Tensor], Tensor | None] | None,
     ) -> tuple[Tensor, ...]:
-        """Gradients of q, k, v, beta, head_x and S.
-
-        Args:
-            through_gates: gets the sums over columns of beta times the gradients of eta and of gamma, `[M, H, C]`, and may return
-                that of the energies of keys, `[B * T, H]` by first row plus rank.
-        """
+        """Gradients of q, k, v, beta, head_x and S, and beta times those of eta and gamma summed over columns, see `Columns`."""
         ranks, d_o, heads, v_size = self.ranks, d_o.contiguous(), self.q.shape[2], self.v.shape[3]
         make = torch.empty_like if ranks.rows is None else torch.zeros_like
         d_q, d_v, d_beta = make(self.q), make(self.v), make(self.beta)
@@ -547,9 +535,10 @@ class Rescaled:
                 _gain_gradients, (self._of_segments, parts), {"BV": columns}, d_o=d_o, o=o, d_b=d_b,
                 product=product.sum(2), d_v=d_v, d_beta=d_beta, d_strength=sums[0], d_decay=sums[1],
             )  # fmt: skip
-            d_energy = through_gates(*sums.sum(1))
+            d_strength, d_decay = sums.sum(1)
+            d_energy = None if through_gates is None else through_gates(d_strength, d_decay)
             self._keys(b, given, halves, scores, d_states, d_energy, d_k, d_head_x, True)
-        return d_q, d_k, d_v, d_beta, d_head_x, d_S
+        return d_q, d_k, d_v, d_beta, d_head_x, d_S, d_strength, d_decay
 
     def _keys(
         self,

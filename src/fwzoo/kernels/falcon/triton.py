@@ -14,8 +14,7 @@ from ..gpu import custom
 from ..ranks import CHUNK, Ranks, make_ranks
 from .columns import Columns
 from .delta import regression
-from .prepass import Gates, gates, gates_backward, heads_of, inputs_backward, pack, unpack
-from .rescaled import Rescaled
+from .prepass import Gates, gates, heads_of, inputs_backward, pack, unpack
 from .residuals import residuals
 from .rules import RULES, FalconState, Options
 
@@ -59,7 +58,7 @@ def falcon_triton(
         mask,
         bounds,
         overlap=options.window - 1,
-        segment=segment_length(*q.shape[:3], options.window - 1, q),
+        segment=segment_length(q, options.window - 1),
     )
     q, k, v, beta, ridge = (x.contiguous() for x in (q, k, v, beta, ridge))
     head_x, head_v, first = heads_of(state, options)
@@ -151,10 +150,8 @@ def _forward(
     ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
     found, vector = gates(k, head_x, beta, ridge, first, count, ranks, options)
     if options.rule.per_column:
-        call: Columns | Rescaled = Columns(q, k, v, beta, head_x, head_v, first, found, ranks, options)
-        if q.dtype != torch.float32:
-            call = Rescaled(q, k, v, beta, head_x, found, ranks, options)
-        return *call.forward(S), found, vector
+        columns = Columns(q, k, v, beta, head_x, head_v, first, found, ranks, options)
+        return *columns.forward(S), found, vector
     o, S, _, kept = _call(q, k, v, head_x, head_v, first, found, ranks, options).forward(S, S.new_empty(0))
     return o, S, kept.states, kept.total, found, vector
 
@@ -212,19 +209,12 @@ def _backward(
         gradients.extend((d_beta, d_ridge))
         return d_energy
 
-    if options.rule.per_column and q.dtype != torch.float32:
-        rescaled = Rescaled(q, k, v, beta, head_x, found, ranks, options)
-        d_q, d_k, d_v, d_beta, d_head_x, d_S = rescaled.backward(d_o, o, d_S, S_end, states, total, through_gates)
-        return d_q, d_k, d_v, d_beta, gradients[1], d_head_x, torch.zeros_like(head_v), d_S
     if options.rule.per_column:
         columns = Columns(q, k, v, beta, head_x, head_v, first, found, ranks, options)
-        d_q, d_k, d_v, d_beta, d_head_x, d_head_v, d_S, d_strength, d_log_decay = columns.backward(
-            d_o, o, d_S, S_end, states, total
+        d_q, d_k, d_v, d_beta, d_head_x, d_head_v, d_S, *_ = columns.backward(
+            d_o, o, d_S, S_end, states, total, through_gates
         )
-        _, d_ridge = gates_backward(
-            k, head_x, beta, ridge, first, count, gates_found, d_strength, d_log_decay, d_k, d_head_x, ranks, options
-        )
-        return d_q, d_k, d_v, d_beta, d_ridge, d_head_x, d_head_v, d_S
+        return d_q, d_k, d_v, d_beta, gradients[1], d_head_x, d_head_v, d_S
     call, none = _call(q, k, v, head_x, head_v, first, found, ranks, options), d_S.new_empty(0)
     d_q, d_k, d_v, d_head_x, d_head_v, d_S, _ = call.backward(
         d_o, o, d_S, none, S_end, none, Kept(states, none, total, none), through_gates
