@@ -8,9 +8,9 @@ is linear attention whose decays change only from one 8 rows to the next: matrix
 rows and column. Nothing is neglected: 4 decays of 1e-4 (no decay floor may be smaller) make R at most 1e16, inside the range of bfloat16 and float32 (which
 float16 inputs take), and the factors from middle to middle are at least 1e-32.
 
-What the kernels need of beta and v is made once (`_rescale`): b / R, R, and the log-decay of both halves of every 8 rows, in
+What the kernels need of beta and v is made once (`_rescale`): b / R, R, and the decay over both decays of every 8 rows, in
 chunks `[M, H, C, V]`. They walk over a segment 16 rows a step, the state in registers, value columns (for the gradients of queries
-and keys: key columns) as the rows of every product. Backward is the same walk from the end: pairs and readers, and the halves
+and keys: key columns) as the rows of every product. Backward is the same walk from the end: pairs and readers, and the decays
 of every step, change places. Segments, and the scan over their states: see `associative.py`.
 """
 
@@ -30,7 +30,7 @@ from ..gpu import block, dot, key_pointers, of_chunk, on_device, read, row_of
 from ..ranks import CHUNK, Ranks
 from .rules import Options
 
-STAGES = 3  # of the loads that run ahead of a walk
+CUTS = {"scores": (64, 4), "gains": (32, 4)}  # value columns that a program holds, and warps
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def _rescale(
     upto_low,
     b,
     scale,
-    halves,
+    decays,
     docs,
     chunk_doc,
     rows,
@@ -67,7 +67,9 @@ def _rescale(
     MASKED: tl.constexpr,
     C: tl.constexpr,
 ):
-    """b / R and R, `[M, H, C, V]`, and the log-decay of the halves of every 8 rows, `[M, H, C / 8, 2, V]`."""
+    """b / R and R, `[M, H, C, V]`, and decays of every 8 rows, `[M, H, C / 8, 4, V]`: over their first and their second half, from the
+    chunk's start to their middle, and from there to the chunk's end.
+    """
     c, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     _n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
     eight, dv = tl.arange(0, C // 8), tl.program_id(1) * BV + tl.arange(0, BV)
@@ -80,8 +82,9 @@ def _rescale(
         row = row_of(rows, start, i * C + e, token, MASKED) * H + h
         _, _, raw, _ = _gate(beta, strength, upto, upto_low, row, token, at + e, dv, decay_floor, V, DIVIDE)
         u -= tl.log(tl.maximum(raw, decay_floor))
-    own = halves + (at // 8 + eight)[:, None] * 2 * V + dv[None, :]
-    tl.store(own, -u, mask=(eight >= 0)[:, None] & in_v)
+    own = decays + (at // 8 + eight)[:, None] * 4 * V + dv[None, :]
+    first = u
+    tl.store(own, tl.exp(-u), mask=(eight >= 0)[:, None] & in_v)
     for s in tl.static_range(8):
         e = 8 * eight + s
         token = i * C + e < length
@@ -97,22 +100,83 @@ def _rescale(
         tl.store(scale + out, tl.exp(u), mask=(e >= 0)[:, None] & in_v)
         if not AFTER:
             u = before
-    tl.store(own + V, u, mask=(eight >= 0)[:, None] & in_v)
+    tl.store(own + V, tl.exp(u), mask=(eight >= 0)[:, None] & in_v)
+    through = tl.cumsum(u - first, 0)
+    to_end = tl.sum(u - first, 0)[None, :] - through
+    tl.store(own + 2 * V, tl.exp(through - u), mask=(eight >= 0)[:, None] & in_v)
+    tl.store(own + 3 * V, tl.exp(tl.minimum(to_end + u, 0.0)), mask=(eight >= 0)[:, None] & in_v)
 
 
 @triton.jit
-def _factors(halves, slot, d, V: tl.constexpr, BACK: tl.constexpr):
-    """Of 16 rows, by column: decay up to the first middle, between the middles, and behind the last (BACK: seen from the end);
-    and all of it, as a log."""
-    at = halves + (slot // 8) * 2 * V + d
-    a = tl.load(at, mask=d < V, other=0.0)
-    b = tl.load(at + V, mask=d < V, other=0.0)
-    c = tl.load(at + 2 * V, mask=d < V, other=0.0)
-    e = tl.load(at + 3 * V, mask=d < V, other=0.0)
+def _factors(decays, slot, d, V: tl.constexpr, BACK: tl.constexpr):
+    """Of 16 rows, by column: decay up to the first middle, between the middles, and behind the last (BACK: seen from the end)."""
+    at = decays + (slot // 8) * 4 * V + d
+    first = tl.load(at, mask=d < V, other=0.0)
+    between = tl.load(at + V, mask=d < V, other=0.0) * tl.load(at + 4 * V, mask=d < V, other=0.0)
+    last = tl.load(at + 5 * V, mask=d < V, other=0.0)
     if BACK:
-        return tl.exp(e), tl.exp(b + c), tl.exp(a), a + b + (c + e)
+        return last, between, first
     else:
-        return tl.exp(a), tl.exp(b + c), tl.exp(e), a + b + (c + e)
+        return first, between, last
+
+
+@triton.jit(do_not_specialize=FIXED)
+def _rescaled_states(
+    query,
+    k,
+    head_x,
+    weights,
+    decays,
+    state,
+    total,
+    docs,
+    segment_doc,
+    rows,
+    T,
+    NC,
+    NS,
+    SEG,
+    H,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BACK: tl.constexpr,
+    PLAIN: tl.constexpr,
+    MASKED: tl.constexpr,
+    C: tl.constexpr,
+):
+    """What the pairs of a segment (BACK: its queries and output gradients) add to the state at its end (BACK: start), and its
+    log-decay. weights and blocks: as for `_rescaled_values`.
+    """
+    q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    n, start, length, chunk, begin, end = _segment(q, docs, segment_doc, T, NC, NS, SEG, PLAIN, C)
+    e, dk, dv = tl.arange(0, C), tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
+    in_k, in_v = dk < K, dv < V
+    S = tl.zeros([BV, BK], tl.float32)
+    sum_u = tl.zeros([BV], tl.float32)
+    for step in range(begin, end):
+        i = step
+        if BACK:
+            i = begin + end - 1 - step
+        r = i * C + e
+        at = ((chunk + i) * H + h) * C
+        pairs, ok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, 1, SHIFT, MASKED)
+        if BACK:
+            ok = r < length
+            pairs = query + (row_of(rows, start, r, ok, MASKED) * H + h) * K
+        pair = read(pairs[:, None] + dk[None, :], ok[:, None] & in_k[None, :])
+        both = in_v[:, None] & (e >= 0)[None, :]
+        w = read(weights + (at + e)[None, :] * V + dv[:, None], both)
+        own = decays + ((at + e) // 8 * 4 * V)[None, :] + dv[:, None]
+        far = tl.load(own + (2 * V if BACK else 3 * V), mask=both, other=0.0)
+        last = decays + (at // 8 + C // 8 - 1) * 4 * V + dv
+        kept = tl.load(last + 2 * V, mask=in_v, other=1.0) * tl.load(last + V, mask=in_v, other=1.0)
+        S = kept[:, None] * S + dot((w * far).to(w.dtype), pair)
+        sum_u += tl.log(tl.maximum(kept, 1e-38))
+    tl.store(state + (q * H + h) * K * V + dv[:, None] + dk[None, :] * V, S, mask=in_v[:, None] & in_k[None, :])
+    tl.store(total + (q * H + h) * V + dv, sum_u, mask=in_v)
 
 
 @triton.jit(do_not_specialize=FIXED)
@@ -122,9 +186,8 @@ def _rescaled_values(
     head_x,
     weights,
     scale,
-    halves,
+    decays,
     state,
-    total,
     out,
     docs,
     segment_doc,
@@ -140,14 +203,12 @@ def _rescaled_values(
     BV: tl.constexpr,
     SHIFT: tl.constexpr,
     AFTER: tl.constexpr,
-    READ: tl.constexpr,
     BACK: tl.constexpr,
     PLAIN: tl.constexpr,
     MASKED: tl.constexpr,
     C: tl.constexpr,
 ):
-    """READ: outputs of a segment from the state before it (BACK: gradients of b in chunks, from the gradient of the state after it).
-    Else: what the segment adds to the state at its end (BACK: start), and its log-decay.
+    """Outputs of a segment from the state before it (BACK: gradients of b in chunks, from the gradient of the state after it).
 
     weights: b / R (BACK: R d_o). A program holds a block of value columns, and the state transposed, `[BV, BK]`.
     """
@@ -156,8 +217,10 @@ def _rescaled_values(
     t, dk, dv = tl.arange(0, 16), tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
     in_k, in_v = dk < K, (dv < V)[:, None]
     own = state + (q * H + h) * K * V + dv[:, None] + dk[None, :] * V
-    S = tl.load(own, mask=in_v & in_k[None, :], other=0.0) if READ else tl.zeros([BV, BK], tl.float32)
-    sum_u = tl.zeros([BV], tl.float32)
+    S = tl.load(own, mask=in_v & in_k[None, :], other=0.0)
+    behind = tl.full(
+        [BV], 1.0, tl.float32
+    )  # decay from where the state stands, the last middle, to the end of its rows
     early, apart = t < 8, t[None, :] - t[:, None]
     if BACK:
         early, apart = t >= 8, t[:, None] - t[None, :]
@@ -176,24 +239,21 @@ def _rescaled_values(
             pairs, ok, asks, asked = asks, asked, pairs, ok
         pair = read(pairs[:, None] + dk[None, :], ok[:, None] & in_k[None, :])
         w = read(weights + (slot + t)[None, :] * V + dv[:, None], in_v & (t >= 0)[None, :])
-        near, between, far, u = _factors(halves, slot, dv, V, BACK)
-        sum_u += u
+        near, between, far = _factors(decays, slot, dv, V, BACK)
+        near *= behind
+        behind = far
         moved = (w * tl.where(early[None, :], between[:, None], 1.0)).to(w.dtype)
-        if READ:
-            ask = read(asks[None, :] + dk[:, None], asked[None, :] & in_k[:, None])
-            scores = tl.where(apart >= 1 - AFTER, dot(pair, ask), 0.0).to(w.dtype)
-            found = dot(S.to(w.dtype), ask) * tl.where(early[None, :], near[:, None], (near * between)[:, None])
-            found += tl.where(early[None, :], dot(w, scores), dot(moved, scores))
-            factor = read(scale + (slot + t)[None, :] * V + dv[:, None], in_v & (t >= 0)[None, :]).to(tl.float32)
-            if BACK:
-                to = out + (slot + t)[None, :] * V + dv[:, None]
-                tl.store(to, found / tl.where(in_v, factor, 1.0), mask=in_v & token[None, :])
-            else:
-                tl.store(out + row[None, :] * V + dv[:, None], found * factor, mask=in_v & token[None, :])
-        S = far[:, None] * ((near * between)[:, None] * S + dot(moved, pair))
-    if not READ:
-        tl.store(own, S, mask=in_v & in_k[None, :])
-        tl.store(total + (q * H + h) * V + dv, sum_u, mask=dv < V)
+        ask = read(asks[None, :] + dk[:, None], asked[None, :] & in_k[:, None])
+        factor = read(scale + (slot + t)[None, :] * V + dv[:, None], in_v & (t >= 0)[None, :]).to(tl.float32)
+        scores = tl.where(apart >= 1 - AFTER, dot(pair, ask), 0.0).to(w.dtype)
+        found = dot(S.to(w.dtype), ask) * tl.where(early[None, :], near[:, None], (near * between)[:, None])
+        found += tl.where(early[None, :], dot(w, scores), dot(moved, scores))
+        if BACK:
+            to = out + (slot + t)[None, :] * V + dv[:, None]
+            tl.store(to, found / tl.where(in_v, factor, 1.0), mask=in_v & token[None, :])
+        else:
+            tl.store(out + row[None, :] * V + dv[:, None], found * factor, mask=in_v & token[None, :])
+        S = (near * between)[:, None] * S + dot(moved, pair)
 
 
 @triton.jit(do_not_specialize=["T", "NC"])
@@ -201,7 +261,7 @@ def _rescaled_scores(
     d_o,
     b,
     scale,
-    halves,
+    decays,
     given,
     scores,
     docs,
@@ -233,8 +293,8 @@ def _rescaled_scores(
         g = (g * read(scale + slot, in_v).to(tl.float32)).to(given.dtype.element_ty)
         tl.store(given + slot, g, mask=in_v)
         w = read(b + slot, in_v)
-        middle = halves + ((at + e // 16 * 16) // 8 * 2 * V)[:, None] + dv[None, :]
-        between = tl.exp(tl.load(middle + V, mask=in_v, other=0.0) + tl.load(middle + 2 * V, mask=in_v, other=0.0))
+        middle = decays + ((at + e // 16 * 16) // 8 * 4 * V)[:, None] + dv[None, :]
+        between = tl.load(middle + V, mask=in_v, other=0.0) * tl.load(middle + 4 * V, mask=in_v, other=0.0)
         near += dot(g.to(w.dtype), tl.trans(w))
         far += dot(g.to(w.dtype), tl.trans((w * between).to(w.dtype)))
     found = tl.where(e[:, None] // 8 == e[None, :] // 8, near, far)
@@ -250,7 +310,7 @@ def _rescaled_keys(
     head_x,
     asking,
     writing,
-    halves,
+    decays,
     scores,
     state,
     d_energy,
@@ -286,6 +346,7 @@ def _rescaled_keys(
     in_k, in_v = (dk < K)[:, None], dv < V
     own = state + (q * H + h) * K * V + dk[:, None] * V + dv[None, :]
     S = tl.load(own, mask=in_k & in_v[None, :], other=0.0)
+    behind = tl.full([BV], 1.0, tl.float32)
     early = t < 8
     if BACK:
         early = t >= 8
@@ -307,14 +368,16 @@ def _rescaled_keys(
             pair = read(xp[None, :] + dk[:, None], xok[None, :] & in_k)
             p = read(scores + (slot + t)[None, :] * 16 + t[:, None], (t >= 0)[:, None])
             to, ok = out + row * K, token
-        near, between, far, _ = _factors(halves, slot, dv, V, BACK)
+        near, between, far = _factors(decays, slot, dv, V, BACK)
+        near *= behind
+        behind = far
         a = read(asking + (slot + t)[None, :] * V + dv[:, None], in_v[:, None] & (t >= 0)[None, :])
         w = read(writing + (slot + t)[:, None] * V + dv[None, :], in_v[None, :] & (t >= 0)[:, None])
         a = (a * tl.where(early[None, :], near[:, None], (near * between)[:, None])).to(w.dtype)
         moved = (w * tl.where(early[:, None], between[None, :], 1.0)).to(w.dtype)
         pair = pair.to(w.dtype)
         found = dot(S.to(w.dtype), a) + dot(pair, p)
-        S = far[None, :] * ((near * between)[None, :] * S + dot(pair, moved))
+        S = (near * between)[None, :] * S + dot(pair, moved)
         if ENERGY:
             factor = 2.0 * tl.load(d_energy + (start + r) * H + h, mask=token, other=0.0)
             found += factor[None, :] * read(xp[None, :] + dk[:, None], xok[None, :] & in_k).to(tl.float32)
@@ -361,24 +424,24 @@ def _gain_gradients(
     """
     q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     _n, start, length, chunk, begin, end = _segment(q, docs, segment_doc, T, NC, NS, SEG, PLAIN, C)
-    t, dv = tl.arange(0, 16), tl.program_id(1) * BV + tl.arange(0, BV)
+    e, dv = tl.arange(0, C), tl.program_id(1) * BV + tl.arange(0, BV)
     in_v = (dv < V)[None, :]
     crossing = tl.load(product + (q * H + h) * V + dv, mask=dv < V, other=0.0)
-    begin, end = begin * (C // 16), tl.minimum(end * (C // 16), tl.cdiv(length, 16))
+    later = tl.where(e[None, :] >= e[:, None], 1.0, 0.0)
     for step in range(begin, end):
-        j = begin + end - 1 - step
-        r = j * 16 + t
+        i = begin + end - 1 - step
+        r = i * C + e
         token = r < length
         row = row_of(rows, start, r, token, MASKED) * H + h
-        slot = ((chunk + j // (C // 16)) * H + h) * C + j % (C // 16) * 16 + t
+        slot = ((chunk + i) * H + h) * C + e
         ok, at = token[:, None] & in_v, row[:, None] * V + dv[None, :]
-        gain, inverse, raw, pull = _gate(beta, strength, upto, upto_low, row, token, slot, dv, decay_floor, V, DIVIDE)
-        grad = tl.load(d_b + slot[:, None] * V + dv[None, :], mask=ok, other=0.0)
+        grad = tl.load(d_b + slot[:, None] * V + dv[None, :], mask=ok, other=0.0).to(tl.float32)
         reads = read(o + at, ok).to(tl.float32) * read(d_o + at, ok).to(tl.float32)
+        gain, inverse, raw, pull = _gate(beta, strength, upto, upto_low, row, token, slot, dv, decay_floor, V, DIVIDE)
         tl.store(d_v + at, grad * gain * inverse, mask=ok)
         grad *= read(v + at, ok).to(tl.float32)
         rest = reads - grad * gain * inverse
-        d_log_decay = tl.cumsum(rest, 0, reverse=True) + crossing[None, :]
+        d_log_decay = dot(later, rest) + crossing[None, :]
         if not AFTER:
             d_log_decay -= reads
         crossing += tl.sum(rest, 0)
@@ -437,60 +500,49 @@ class Rescaled:
         common = {name: x for name, x in common.items() if name in kernel.arg_names}
         kernel[grid](**{**common, **blocks}, **arguments)
 
-    @property
-    def _of_chunks(self) -> int:
-        return self.ranks.chunks * self.q.shape[2]
-
-    @property
-    def _of_segments(self) -> int:
-        return self.ranks.segments * self.q.shape[2]
-
     def _rescale(self, after: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """b / R and R (`after` the decay of its token), and the log-decay of halves, see the kernel."""
+        """b / R and R (`after` the decay of its token), and the decays over decays, see the kernel."""
         chunks, heads, size = self.ranks.chunks, self.q.shape[2], self.v.shape[3]
         dtype = torch.bfloat16 if self.q.dtype == torch.bfloat16 else torch.float32
         b, scale = (self.q.new_empty(chunks, heads, CHUNK, size, dtype=dtype) for _ in range(2))
-        halves = self.q.new_empty(chunks, heads, CHUNK // 8, 2, size, dtype=torch.float32)
+        decays = self.q.new_empty(chunks, heads, CHUNK // 8, 4, size, dtype=torch.float32)
         columns = min(128, block(size))
         self._launch(
-            _rescale, (self._of_chunks, triton.cdiv(size, columns)), {"BV": columns, "AFTER": after}, b=b, scale=scale,
-            halves=halves,
+            _rescale, (chunks * heads, triton.cdiv(size, columns)), {"BV": columns, "AFTER": after}, b=b, scale=scale,
+            decays=decays,
         )  # fmt: skip
-        return b, scale, halves
+        return b, scale, decays
 
-    def _values(
-        self,
-        weights: Tensor,
-        scale: Tensor | None,
-        halves: Tensor,
-        state: Tensor,
-        total: Tensor | None,
-        out: Tensor | None,
-        back: bool,
-    ) -> None:
-        k_size, v_size = self.k.shape[3], self.v.shape[3]
-        inner = block(k_size)
+    def _values(self, weights: Tensor, scale: Tensor, decays: Tensor, state: Tensor, out: Tensor, back: bool) -> None:
+        grid, launch = self._cut(self.k.shape[3], self.v.shape[3], "BK", "BV")
         self._launch(
-            _rescaled_values, (self._of_segments, triton.cdiv(v_size, 64)), {"BK": inner, "BV": 64}, weights=weights,
-            scale=scale, halves=halves, state=state, total=total, out=out, READ=out is not None, BACK=back,
-            num_warps=8 if inner > 128 else 4, num_stages=STAGES,
-        )  # fmt: skip
+            _rescaled_values, grid, launch, weights=weights, scale=scale, decays=decays, state=state, out=out, BACK=back
+        )
 
-    def _states(self, weights: Tensor, halves: Tensor, back: bool) -> tuple[Tensor, Tensor]:
+    def _cut(self, rows: int, columns: int, row: str, column: str) -> tuple[tuple[int, int], dict[str, int]]:
+        """Grid of segments and blocks of 64 columns (by the name `column`), and launch options, of kernels that hold a state."""
+        many = block(rows) > 128
+        launch = {row: block(rows), column: 64, "num_warps": 8 if many else 4, "num_stages": 2 if many else 3}
+        return (self.ranks.segments * self.q.shape[2], triton.cdiv(columns, 64)), launch
+
+    def _states(self, weights: Tensor, decays: Tensor, back: bool) -> tuple[Tensor, Tensor]:
         segments, heads = self.ranks.segments, self.q.shape[2]
         state = self.q.new_empty(segments, heads, self.k.shape[3], self.v.shape[3], dtype=torch.float32)
         total = self.q.new_empty(segments, heads, self.v.shape[3], dtype=torch.float32)
-        self._values(weights, None, halves, state, total, None, back)
+        grid, launch = self._cut(self.k.shape[3], self.v.shape[3], "BK", "BV")
+        self._launch(
+            _rescaled_states, grid, launch, weights=weights, decays=decays, state=state, total=total, BACK=back
+        )
         return state, total
 
     def forward(self, S: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Output, state after the last token, states before the segments and the segments' log-decay."""
         o = torch.empty_like(self.v) if self.ranks.rows is None else torch.zeros_like(self.v)
         with on_device(self.q):
-            b, scale, halves = self._rescale(self.options.read_after_write)
-            states, total = self._states(b, halves, False)
+            b, scale, decays = self._rescale(self.options.read_after_write)
+            states, total = self._states(b, decays, False)
             S, _ = scan(states, total, S, self.ranks)
-            self._values(b, scale, halves, states, None, o, False)
+            self._values(b, scale, decays, states, o, False)
         return o, S, states, total
 
     def backward(
@@ -512,39 +564,39 @@ class Rescaled:
             d_k[:, -1] = 0
         d_head_x = torch.zeros_like(self.head_x)
         with on_device(self.q):
-            b, scale, halves = self._rescale(self.options.read_after_write)
+            b, scale, decays = self._rescale(self.options.read_after_write)
             given = torch.empty_like(b)
             scores = b.new_empty(ranks.chunks, heads, CHUNK, 16)
-            columns = min(64, block(v_size))
+            columns, warps = CUTS["scores"]
             self._launch(
-                _rescaled_scores, (self._of_chunks, 1), {"BV": columns}, d_o=d_o, b=b, scale=scale, halves=halves,
-                given=given, scores=scores,
+                _rescaled_scores, (ranks.chunks * heads, 1), {"BV": min(columns, block(v_size))}, d_o=d_o, b=b, scale=scale, decays=decays,
+                given=given, scores=scores, num_warps=warps, num_stages=1,
             )  # fmt: skip
-            d_states, _ = self._states(given, halves, True)
+            d_states, _ = self._states(given, decays, True)
             d_S, product = scan(d_states, total, d_S, ranks, states, S_end)
-            self._keys(given, b, halves, scores, states, None, d_q, d_head_x, False)
+            self._keys(given, b, decays, scores, states, None, d_q, d_head_x, False)
             d_b = torch.empty_like(b, dtype=torch.float32)
             if not self.options.read_after_write:  # what is read lies before the decay, what is written behind it
                 _, scale, _ = self._rescale(True)
-            self._values(given, scale, halves, d_states, None, d_b, True)
-            columns = min(128, block(v_size))
+            self._values(given, scale, decays, d_states, d_b, True)
+            columns, warps = CUTS["gains"]
             parts = triton.cdiv(v_size, columns)
-            # slots behind a document's last token are not written
-            sums = self.q.new_zeros(2, parts, ranks.chunks, heads, CHUNK, dtype=torch.float32)
+            sums = self.q.new_empty(2, parts, ranks.chunks, heads, CHUNK, dtype=torch.float32)
             self._launch(
-                _gain_gradients, (self._of_segments, parts), {"BV": columns}, d_o=d_o, o=o, d_b=d_b,
+                _gain_gradients, (ranks.segments * heads, parts), {"BV": columns}, d_o=d_o, o=o, d_b=d_b,
                 product=product.sum(2), d_v=d_v, d_beta=d_beta, d_strength=sums[0], d_decay=sums[1],
+                num_warps=warps, num_stages=1,
             )  # fmt: skip
             d_strength, d_decay = sums.sum(1)
             d_energy = None if through_gates is None else through_gates(d_strength, d_decay)
-            self._keys(b, given, halves, scores, d_states, d_energy, d_k, d_head_x, True)
+            self._keys(b, given, decays, scores, d_states, d_energy, d_k, d_head_x, True)
         return d_q, d_k, d_v, d_beta, d_head_x, d_S, d_strength, d_decay
 
     def _keys(
         self,
         asking: Tensor,
         writing: Tensor,
-        halves: Tensor,
+        decays: Tensor,
         scores: Tensor,
         state: Tensor,
         d_energy: Tensor | None,
@@ -552,9 +604,8 @@ class Rescaled:
         head_out: Tensor,
         back: bool,
     ) -> None:
-        inner = block(self.v.shape[3])
+        grid, launch = self._cut(self.v.shape[3], self.k.shape[3], "BV", "BK")
         self._launch(
-            _rescaled_keys, (self._of_segments, triton.cdiv(self.k.shape[3], 64)), {"BK": 64, "BV": inner}, asking=asking,
-            writing=writing, halves=halves, scores=scores, state=state, d_energy=d_energy, out=out, head_out=head_out,
-            ENERGY=d_energy is not None, BACK=back, num_warps=8 if inner > 128 else 4, num_stages=STAGES,
+            _rescaled_keys, grid, launch, asking=asking, writing=writing, decays=decays, scores=scores, state=state,
+            d_energy=d_energy, out=out, head_out=head_out, ENERGY=d_energy is not None, BACK=back,
         )  # fmt: skip
