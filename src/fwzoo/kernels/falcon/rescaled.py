@@ -174,7 +174,7 @@ def _rescaled_states(
         last = decays + (at // 8 + C // 8 - 1) * 4 * V + dv
         kept = tl.load(last + 2 * V, mask=in_v, other=1.0) * tl.load(last + V, mask=in_v, other=1.0)
         S = kept[:, None] * S + dot((w * far).to(w.dtype), pair)
-        sum_u += tl.log(tl.maximum(kept, 1e-38))
+        sum_u += tl.log(tl.maximum(kept, 1e-37))
     tl.store(state + (q * H + h) * K * V + dv[:, None] + dk[None, :] * V, S, mask=in_v[:, None] & in_k[None, :])
     tl.store(total + (q * H + h) * V + dv, sum_u, mask=in_v)
 
