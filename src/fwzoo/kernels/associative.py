@@ -31,7 +31,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gpu import block, dot, into_chunks, key_pointers, of_chunk, on_device, read, row_of, tables, value_pointers
+from .gpu import (
+    block,
+    dot,
+    into_chunks,
+    key_pointers,
+    launch,
+    of_chunk,
+    on_device,
+    parts,
+    read,
+    row_of,
+    tables,
+    value_pointers,
+)
 from .ranks import CHUNK, Ranks
 
 FIXED = ["T", "NC", "NS", "SEG", "M", "NIL"]  # no recompilation for another length
@@ -657,7 +670,7 @@ def segment_length(q: Tensor, overlap: int) -> int:
     """Chunks of a segment, so that there are about 256 segments to fill a GPU. float32 keeps every state for its digits."""
     if q.dtype == torch.float32:
         return 1
-    return min(64, max(1, triton.cdiv(q.shape[0] * q.shape[1] * q.shape[2], 256 * (CHUNK - overlap))))
+    return min(64, max(1, parts(q.shape[0] * q.shape[1] * q.shape[2], 256 * (CHUNK - overlap))))
 
 
 def scan(
@@ -678,11 +691,11 @@ def scan(
     """
     segments, heads, k_size = state.shape[:3]
     v_size, columns, back = state.shape[3] if state.ndim == 4 else 1, total.ndim == 3, other is not None
-    final, tiles = torch.empty_like(initial, dtype=torch.float32), triton.cdiv(k_size, 16)
+    final, tiles = torch.empty_like(initial, dtype=torch.float32), parts(k_size, 16)
     product = state.new_empty((segments, heads, tiles, *([v_size] if columns else [])) if back else (0,))
-    _scan[(ranks.documents * heads, tiles)](
-        state, total, initial.contiguous(), final, other, other_final, product, ranks.docs,
-        NS=segments // ranks.documents, H=heads, K=k_size, V=v_size, ROWS=16, BV=block(v_size), BACK=back,
+    launch(
+        _scan, (ranks.documents * heads, tiles), state=state, total=total, initial=initial.contiguous(), final=final,
+        other=other, other_final=other_final, product=product, docs=ranks.docs, NS=segments // ranks.documents, H=heads, K=k_size, V=v_size, ROWS=16, BV=block(v_size), BACK=back,
         PRODUCT=back, SINGLE=single, COLUMNS=columns, PLAIN=ranks.docs is None,
     )  # fmt: skip
     return final, product
@@ -733,8 +746,9 @@ class Associative:
     def weights(self) -> Tensor:
         """P, and decays to the chunk's ends, see `_weigh`."""
         weights = self.strength.new_empty(*self.strength.shape[:2], self.window + 3, CHUNK)
-        _weigh[(self.strength.shape[0] * self.heads,)](
-            self.strength, self.upto, self.upto_low, weights, W=self.window, AFTER=int(self.after),
+        launch(
+            _weigh, (self.strength.shape[0] * self.heads,), strength=self.strength, upto=self.upto, upto_low=self.upto_low,
+            weights=weights, W=self.window, AFTER=int(self.after),
             LOW=self.q.dtype == torch.float32, C=CHUNK, num_warps=1,
         )  # fmt: skip
         return weights
@@ -771,13 +785,14 @@ class Associative:
     ) -> tuple[Tensor, Tensor]:
         """What every segment adds to the state, `[Q, H, K, V]`, and to z."""
         k_size, v_size, segments = self.k.shape[3], self.v.shape[3], self.ranks.segments
-        columns, launch = cut("states", k_size, v_size, self.k)
+        columns, options = cut("states", k_size, v_size, self.k)
         state = self.q.new_empty(segments, self.heads, k_size, v_size, dtype=torch.float32)
         z = self.q.new_empty(segments, self.heads, k_size if self.ones else 0, dtype=torch.float32)
-        _segment_states[(segments * self.heads, triton.cdiv(v_size, columns))](
-            left, self.head_x, right, self.head_v, self.first, self.weights, self.upto, self.upto_low, weight, o, inner,
-            state, z, total, **self._common(), M=self.ranks.chunks, INNER=inner is not None, K=k_size, V=v_size, BK=block(k_size), BV=columns,
-            BACK=back, ONES=self.ones and (weight is not None or not back), **launch,
+        launch(
+            _segment_states, (segments * self.heads, parts(v_size, columns)), left=left, head_left=self.head_x, right=right,
+            head_right=self.head_v, first=self.first, weights=self.weights, upto=self.upto, upto_low=self.upto_low,
+            weight=weight, o=o, inner=inner, state=state, z=z, total=total, **self._common(), M=self.ranks.chunks, INNER=inner is not None, K=k_size, V=v_size, BK=block(k_size), BV=columns,
+            BACK=back, ONES=self.ones and (weight is not None or not back), **options,
         )  # fmt: skip
         if self.ones and back and weight is None:
             z.zero_()
@@ -817,20 +832,19 @@ class Associative:
         """One walk over all segments, see the kernel."""
         ranks, k_size, v_size = self.ranks, self.k.shape[3], self.v.shape[3]
         inner_size, size = (v_size, k_size) if swap else (k_size, v_size)
-        columns, launch = cut("walk", inner_size, size, self.k)
-        names = ("d_o", "weight", "head_out", "seen", "product", "close", "apart")
-        _walk[(ranks.segments * self.heads, triton.cdiv(size, columns))](
-            query=self.q, k=self.k, head_x=self.head_x, v=self.v, head_v=self.head_v, first=self.first, weights=self.weights,
+        columns, options = cut("walk", inner_size, size, self.k)
+        launch(
+            _walk, (ranks.segments * self.heads, parts(size, columns)), query=self.q, k=self.k, head_x=self.head_x, v=self.v, head_v=self.head_v, first=self.first, weights=self.weights,
             upto=self.upto, upto_low=self.upto_low, state=state, z=z, out=out, overlap=overlap, inner=inner, far=far,
-            d_energy=d_energy, **{name: tensors.get(name) for name in names}, **self._common(), eps=self.eps, M=ranks.chunks, NIL=0,
+            d_energy=d_energy, **tensors, **self._common(), eps=self.eps, M=ranks.chunks, NIL=0,
             K=k_size, V=v_size, BA=block(inner_size), BB=columns, BACK=back, SWAP=swap, ONES=z is not None,
             NORMALIZE=self.normalize and not swap, INNER=inner is not None and far is None, GATES=far is not None,
-            ENERGY=d_energy is not None, **launch,
+            ENERGY=d_energy is not None, **options,
         )  # fmt: skip
         if overlap is not None:
-            _add_overlap[(ranks.chunks * self.heads,)](
-                overlap, out, tensors["head_out"], **tables(ranks), first=self.first, H=self.heads, K=size, BK=block(size),
-                W=self.window, BW=triton.next_power_of_2(self.window), SHIFT=self.shift, VALUES=not swap, num_warps=1,
+            launch(
+                _add_overlap, (ranks.chunks * self.heads,), overlap=overlap, k=out, head_x=tensors["head_out"], **tables(ranks), first=self.first, H=self.heads, K=size, BK=block(size),
+                W=self.window, BW=1 << (self.window - 1).bit_length(), SHIFT=self.shift, VALUES=not swap, num_warps=1,
             )  # fmt: skip
 
     def backward(
@@ -864,11 +878,11 @@ class Associative:
             if self.window > 1:  # nor does the first value without a key before it
                 d_v[:, 0] = 0
         d_head_x, d_head_v = torch.zeros_like(self.head_x), torch.zeros_like(self.head_v)
-        parts, of_keys, of_states = (
-            triton.cdiv(size, cut(kind, other, size, self.k)[0])
+        of_values, of_keys, of_states = (
+            parts(size, cut(kind, other, size, self.k)[0])
             for kind, size, other in (("walk", v_size, k_size), ("walk", k_size, v_size), ("states", v_size, k_size))
         )
-        size = (parts, ranks.chunks, heads, CHUNK) if gates else (0,)
+        size = (of_values, ranks.chunks, heads, CHUNK) if gates else (0,)
         # what every token reads times its gradient; where `wide`, of what it reads from the state before its chunk
         inner = None
         if gates:
@@ -900,9 +914,10 @@ class Associative:
             d_energy = None
             if through_gates is not None:
                 d_strength, d_log_decay = (self.q.new_empty(size[1:], dtype=torch.float32) for _ in range(2))
-                _gate_gradients[(ranks.chunks * heads,)](
-                    self.strength, self.upto, self.upto_low, self.weights, inner, far, close, apart, d_strength, d_log_decay,
-                    size=ranks.chunks * heads * CHUNK, PARTS=parts, W=self.window, AFTER=int(self.after), LOW=wide, C=CHUNK,
+                launch(
+                    _gate_gradients, (ranks.chunks * heads,), strength=self.strength, upto=self.upto, upto_low=self.upto_low,
+                    weights=self.weights, inner=inner, far=far, close=close, apart=apart, d_strength=d_strength,
+                    d_log_decay=d_log_decay, size=ranks.chunks * heads * CHUNK, PARTS=of_values, W=self.window, AFTER=int(self.after), LOW=wide, C=CHUNK,
                     num_warps=1,
                 )  # fmt: skip
                 d_energy = through_gates(d_strength, d_log_decay)

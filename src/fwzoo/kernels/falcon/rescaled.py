@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..associative import FIXED, _segment, scan
-from ..gpu import block, dot, key_pointers, of_chunk, on_device, read, row_of
+from ..gpu import block, dot, key_pointers, launch, of_chunk, on_device, parts, read, row_of
 from ..ranks import CHUNK, Ranks
 from .rules import Options
 
@@ -497,8 +497,7 @@ class Rescaled:
             "MASKED": ranks.rows is not None,
             "C": CHUNK,
         }
-        common = {name: x for name, x in common.items() if name in kernel.arg_names}
-        kernel[grid](**{**common, **blocks}, **arguments)
+        launch(kernel, grid, **{**common, **blocks}, **arguments)
 
     def _rescale(self, after: bool) -> tuple[Tensor, Tensor, Tensor]:
         """b / R and R (`after` the decay of its token), and the decays over decays, see the kernel."""
@@ -508,7 +507,7 @@ class Rescaled:
         decays = self.q.new_empty(chunks, heads, CHUNK // 8, 4, size, dtype=torch.float32)
         columns = min(128, block(size))
         self._launch(
-            _rescale, (chunks * heads, triton.cdiv(size, columns)), {"BV": columns, "AFTER": after}, b=b, scale=scale,
+            _rescale, (chunks * heads, parts(size, columns)), {"BV": columns, "AFTER": after}, b=b, scale=scale,
             decays=decays,
         )  # fmt: skip
         return b, scale, decays
@@ -523,7 +522,7 @@ class Rescaled:
         """Grid of segments and blocks of 64 columns (by the name `column`), and launch options, of kernels that hold a state."""
         many = block(rows) > 128
         launch = {row: block(rows), column: 64, "num_warps": 8 if many else 4, "num_stages": 2 if many else 3}
-        return (self.ranks.segments * self.q.shape[2], triton.cdiv(columns, 64)), launch
+        return (self.ranks.segments * self.q.shape[2], parts(columns, 64)), launch
 
     def _states(self, weights: Tensor, decays: Tensor, back: bool) -> tuple[Tensor, Tensor]:
         segments, heads = self.ranks.segments, self.q.shape[2]
@@ -580,10 +579,10 @@ class Rescaled:
                 _, scale, _ = self._rescale(True)
             self._values(given, scale, decays, d_states, d_b, True)
             columns, warps = CUTS["gains"]
-            parts = triton.cdiv(v_size, columns)
-            sums = self.q.new_empty(2, parts, ranks.chunks, heads, CHUNK, dtype=torch.float32)
+            blocks = parts(v_size, columns)
+            sums = self.q.new_empty(2, blocks, ranks.chunks, heads, CHUNK, dtype=torch.float32)
             self._launch(
-                _gain_gradients, (ranks.segments * heads, parts), {"BV": columns}, d_o=d_o, o=o, d_b=d_b,
+                _gain_gradients, (ranks.segments * heads, blocks), {"BV": columns}, d_o=d_o, o=o, d_b=d_b,
                 product=product.sum(2), d_v=d_v, d_beta=d_beta, d_strength=sums[0], d_decay=sums[1],
                 num_warps=warps, num_stages=1,
             )  # fmt: skip
