@@ -9,7 +9,7 @@ rows and column. Nothing is neglected: 4 decays of 1e-4 (no decay floor may be s
 float16 inputs take), and the factors from middle to middle are at least 1e-32.
 
 What the kernels need of beta and v is made once (`_rescale`): b / R, R, and the decay over both decays of every 8 rows, in
-chunks `[M, H, C, V]`. They walk over a segment 16 rows a step, the state in registers, value columns (for the gradients of queries
+chunks `[M, H, C, V]`. They walk over a segment `STEP` rows a step, the state in registers, value columns (for the gradients of queries
 and keys: key columns) as the rows of every product. Backward is the same walk from the end: pairs and readers, and the decays
 of every step, change places. Segments, and the scan over their states: see `associative.py`.
 """
@@ -30,6 +30,7 @@ from ..gpu import block, dot, key_pointers, launch, of_chunk, on_device, parts, 
 from ..ranks import CHUNK, Ranks
 from .rules import Options
 
+STEP = 32  # rows of a step
 CUTS = {"scores": (64, 4), "gains": (32, 4)}  # value columns that a program holds, and warps
 
 
@@ -108,16 +109,31 @@ def _rescale(
 
 
 @triton.jit
-def _factors(decays, slot, d, V: tl.constexpr, BACK: tl.constexpr):
-    """Of 16 rows, by column: decay up to the first middle, between the middles, and behind the last (BACK: seen from the end)."""
-    at = decays + (slot // 8) * 4 * V + d
-    first = tl.load(at, mask=d < V, other=0.0)
-    between = tl.load(at + V, mask=d < V, other=0.0) * tl.load(at + 4 * V, mask=d < V, other=0.0)
-    last = tl.load(at + 5 * V, mask=d < V, other=0.0)
+def _to_middle(decays, slot, d, g, behind, V: tl.constexpr, STEP: tl.constexpr, BACK: tl.constexpr):
+    """Decay from the middle of the 8 rows before number g of a step to theirs, by column (BACK: numbered and seen from the end).
+
+    behind: decay over the second half of the 8 rows before the step.
+    """
+    number, half = g, 0
     if BACK:
-        return last, between, first
-    else:
-        return first, between, last
+        number, half = STEP // 8 - 1 - g, 1
+    at = decays + (slot // 8 + number) * 4 * V + d
+    near = tl.load(at + half * V, mask=d < V, other=0.0)
+    if g > 0:
+        before = at - 4 * V
+        if BACK:
+            before = at + 4 * V
+        behind = tl.load(before + (1 - half) * V, mask=d < V, other=0.0)
+    return near * behind
+
+
+@triton.jit
+def _behind(decays, slot, d, V: tl.constexpr, STEP: tl.constexpr, BACK: tl.constexpr):
+    """Decay over what of a step lies behind its last middle."""
+    at = decays + (slot // 8 + STEP // 8 - 1) * 4 * V + V + d
+    if BACK:
+        at = decays + slot // 8 * 4 * V + d
+    return tl.load(at, mask=d < V, other=0.0)
 
 
 @triton.jit(do_not_specialize=FIXED)
@@ -201,6 +217,7 @@ def _rescaled_values(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    STEP: tl.constexpr,
     SHIFT: tl.constexpr,
     AFTER: tl.constexpr,
     BACK: tl.constexpr,
@@ -214,46 +231,52 @@ def _rescaled_values(
     """
     q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     n, start, length, chunk, begin, end = _segment(q, docs, segment_doc, T, NC, NS, SEG, PLAIN, C)
-    t, dk, dv = tl.arange(0, 16), tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
+    t, dk, dv = tl.arange(0, STEP), tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
     in_k, in_v = dk < K, (dv < V)[:, None]
     own = state + (q * H + h) * K * V + dv[:, None] + dk[None, :] * V
     S = tl.load(own, mask=in_v & in_k[None, :], other=0.0)
     behind = tl.full(
         [BV], 1.0, tl.float32
     )  # decay from where the state stands, the last middle, to the end of its rows
-    early, apart = t < 8, t[None, :] - t[:, None]
+    order, apart = t // 8, t[None, :] - t[:, None]
     if BACK:
-        early, apart = t >= 8, t[:, None] - t[None, :]
-    begin, end = begin * (C // 16), tl.minimum(end * (C // 16), tl.cdiv(length, 16))
+        order, apart = STEP // 8 - 1 - t // 8, t[:, None] - t[None, :]
+    begin, end = begin * (C // STEP), tl.minimum(end * (C // STEP), tl.cdiv(length, STEP))
     for step in range(begin, end):
         j = step
         if BACK:
             j = begin + end - 1 - step
-        r = j * 16 + t
+        r = j * STEP + t
         token = r < length
         row = row_of(rows, start, r, token, MASKED) * H + h
-        slot = ((chunk + j // (C // 16)) * H + h) * C + j % (C // 16) * 16
+        slot = ((chunk + j // (C // STEP)) * H + h) * C + j % (C // STEP) * STEP
         pairs, ok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, 1, SHIFT, MASKED)
         asks, asked = query + row * K, token
         if BACK:
             pairs, ok, asks, asked = asks, asked, pairs, ok
         pair = read(pairs[:, None] + dk[None, :], ok[:, None] & in_k[None, :])
         w = read(weights + (slot + t)[None, :] * V + dv[:, None], in_v & (t >= 0)[None, :])
-        near, between, far = _factors(decays, slot, dv, V, BACK)
-        near *= behind
-        behind = far
-        moved = (w * tl.where(early[None, :], between[:, None], 1.0)).to(w.dtype)
         ask = read(asks[None, :] + dk[:, None], asked[None, :] & in_k[:, None])
         factor = read(scale + (slot + t)[None, :] * V + dv[:, None], in_v & (t >= 0)[None, :]).to(tl.float32)
         scores = tl.where(apart >= 1 - AFTER, dot(pair, ask), 0.0).to(w.dtype)
-        found = dot(S.to(w.dtype), ask) * tl.where(early[None, :], near[:, None], (near * between)[:, None])
-        found += tl.where(early[None, :], dot(w, scores), dot(moved, scores))
+        carried = dot(S.to(w.dtype), ask)
+        # one 8 rows after the other: what they read stands where their middle is
+        passed = _to_middle(decays, slot, dv, 0, behind, V, STEP, BACK)
+        found = carried * passed[:, None] + dot(w, scores)
+        moved = w.to(tl.float32)
+        for g in tl.static_range(1, STEP // 8):
+            between = _to_middle(decays, slot, dv, g, behind, V, STEP, BACK)
+            passed *= between
+            moved *= tl.where(order[None, :] < g, between[:, None], 1.0)
+            more = carried * passed[:, None] + dot(moved.to(w.dtype), scores)
+            found = tl.where(order[None, :] == g, more, found)
+        S = passed[:, None] * S + dot(moved.to(w.dtype), pair)
+        behind = _behind(decays, slot, dv, V, STEP, BACK)
         if BACK:
             to = out + (slot + t)[None, :] * V + dv[:, None]
             tl.store(to, found / tl.where(in_v, factor, 1.0), mask=in_v & token[None, :])
         else:
             tl.store(out + row[None, :] * V + dv[:, None], found * factor, mask=in_v & token[None, :])
-        S = (near * between)[:, None] * S + dot(moved, pair)
 
 
 @triton.jit(do_not_specialize=["T", "NC"])
@@ -272,19 +295,20 @@ def _rescaled_scores(
     H,
     V: tl.constexpr,
     BV: tl.constexpr,
+    STEP: tl.constexpr,
     AFTER: tl.constexpr,
     PLAIN: tl.constexpr,
     MASKED: tl.constexpr,
     C: tl.constexpr,
 ):
-    """R d_o, `[M, H, C, V]`, and the gradient of q_t . x_j inside every 16 rows, `[M, H, C, 16]`."""
+    """R d_o, `[M, H, C, V]`, and the gradient of q_t . x_j inside every step of rows, `[M, H, C, STEP]`."""
     c, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     _n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
     e = tl.arange(0, C)
     token = i * C + e < length
     row = row_of(rows, start, i * C + e, token, MASKED) * H + h
     at = (c * H + h) * C
-    near, far = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    found = tl.zeros([C, C], tl.float32)
     for begin in range(0, V, BV):
         dv = begin + tl.arange(0, BV)
         in_v = (dv < V)[None, :] & (e >= 0)[:, None]
@@ -293,14 +317,19 @@ def _rescaled_scores(
         g = (g * read(scale + slot, in_v).to(tl.float32)).to(given.dtype.element_ty)
         tl.store(given + slot, g, mask=in_v)
         w = read(b + slot, in_v)
-        middle = decays + ((at + e // 16 * 16) // 8 * 4 * V)[:, None] + dv[None, :]
-        between = tl.load(middle + V, mask=in_v, other=0.0) * tl.load(middle + 4 * V, mask=in_v, other=0.0)
-        near += dot(g.to(w.dtype), tl.trans(w))
-        far += dot(g.to(w.dtype), tl.trans((w * between).to(w.dtype)))
-    found = tl.where(e[:, None] // 8 == e[None, :] // 8, near, far)
+        within = dot(g.to(w.dtype), tl.trans(w))
+        moved = w.to(tl.float32)
+        order = e % STEP // 8
+        first = decays + ((at + e // STEP * STEP) // 8 * 4 * V)[:, None] + dv[None, :]
+        for n in tl.static_range(1, STEP // 8):
+            middle = first + n * 4 * V
+            between = tl.load(middle, mask=in_v, other=0.0) * tl.load(middle - 3 * V, mask=in_v, other=0.0)
+            moved *= tl.where(order[:, None] < n, between, 1.0)
+            within = tl.where(order[:, None] == n, dot(g.to(w.dtype), tl.trans(moved.to(w.dtype))), within)
+        found += within
     found = tl.where(e[:, None] - e[None, :] >= 1 - AFTER, found, 0.0)
-    to = scores + (at + e)[:, None] * 16 + e[None, :] % 16
-    tl.store(to, found, mask=e[:, None] // 16 == e[None, :] // 16)
+    to = scores + (at + e)[:, None] * STEP + e[None, :] % STEP
+    tl.store(to, found, mask=e[:, None] // STEP == e[None, :] // STEP)
 
 
 @triton.jit(do_not_specialize=FIXED)
@@ -328,6 +357,7 @@ def _rescaled_keys(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    STEP: tl.constexpr,
     SHIFT: tl.constexpr,
     ENERGY: tl.constexpr,
     BACK: tl.constexpr,
@@ -342,42 +372,45 @@ def _rescaled_keys(
     """
     q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     n, start, length, chunk, begin, end = _segment(q, docs, segment_doc, T, NC, NS, SEG, PLAIN, C)
-    t, dv, dk = tl.arange(0, 16), tl.arange(0, BV), tl.program_id(1) * BK + tl.arange(0, BK)
+    t, dv, dk = tl.arange(0, STEP), tl.arange(0, BV), tl.program_id(1) * BK + tl.arange(0, BK)
     in_k, in_v = (dk < K)[:, None], dv < V
     own = state + (q * H + h) * K * V + dk[:, None] * V + dv[None, :]
     S = tl.load(own, mask=in_k & in_v[None, :], other=0.0)
     behind = tl.full([BV], 1.0, tl.float32)
-    early = t < 8
+    order = t // 8
     if BACK:
-        early = t >= 8
-    begin, end = begin * (C // 16), tl.minimum(end * (C // 16), tl.cdiv(length, 16))
+        order = STEP // 8 - 1 - t // 8
+    begin, end = begin * (C // STEP), tl.minimum(end * (C // STEP), tl.cdiv(length, STEP))
     for step in range(begin, end):
         j = step
         if BACK:
             j = begin + end - 1 - step
-        r = j * 16 + t
+        r = j * STEP + t
         token = r < length
         row = row_of(rows, start, r, token, MASKED) * H + h
-        slot = ((chunk + j // (C // 16)) * H + h) * C + j % (C // 16) * 16
+        slot = ((chunk + j // (C // STEP)) * H + h) * C + j % (C // STEP) * STEP
         xp, xok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, 1, SHIFT, MASKED)
         if BACK:
             pair = read((query + row * K)[None, :] + dk[:, None], token[None, :] & in_k)
-            p = read(scores + (slot + t)[:, None] * 16 + t[None, :], (t >= 0)[:, None])
+            p = read(scores + (slot + t)[:, None] * STEP + t[None, :], (t >= 0)[:, None])
             to, ok = key_pointers(out, head_out, rows, n, start, length, h, r, H, K, 1, SHIFT, MASKED)
         else:
             pair = read(xp[None, :] + dk[:, None], xok[None, :] & in_k)
-            p = read(scores + (slot + t)[None, :] * 16 + t[:, None], (t >= 0)[:, None])
+            p = read(scores + (slot + t)[None, :] * STEP + t[:, None], (t >= 0)[:, None])
             to, ok = out + row * K, token
-        near, between, far = _factors(decays, slot, dv, V, BACK)
-        near *= behind
-        behind = far
         a = read(asking + (slot + t)[None, :] * V + dv[:, None], in_v[:, None] & (t >= 0)[None, :])
         w = read(writing + (slot + t)[:, None] * V + dv[None, :], in_v[None, :] & (t >= 0)[:, None])
-        a = (a * tl.where(early[None, :], near[:, None], (near * between)[:, None])).to(w.dtype)
-        moved = (w * tl.where(early[:, None], between[None, :], 1.0)).to(w.dtype)
+        passed = _to_middle(decays, slot, dv, 0, behind, V, STEP, BACK)
+        asked, moved = a.to(tl.float32) * passed[:, None], w.to(tl.float32)
+        for g in tl.static_range(1, STEP // 8):
+            between = _to_middle(decays, slot, dv, g, behind, V, STEP, BACK)
+            passed *= between
+            asked *= tl.where(order[None, :] >= g, between[:, None], 1.0)
+            moved *= tl.where(order[:, None] < g, between[None, :], 1.0)
         pair = pair.to(w.dtype)
-        found = dot(S.to(w.dtype), a) + dot(pair, p)
-        S = (near * between)[None, :] * S + dot(pair, moved)
+        found = dot(S.to(w.dtype), asked.to(w.dtype)) + dot(pair, p)
+        S = passed[None, :] * S + dot(pair, moved.to(w.dtype))
+        behind = _behind(decays, slot, dv, V, STEP, BACK)
         if ENERGY:
             factor = 2.0 * tl.load(d_energy + (start + r) * H + h, mask=token, other=0.0)
             found += factor[None, :] * read(xp[None, :] + dk[:, None], xok[None, :] & in_k).to(tl.float32)
@@ -490,6 +523,7 @@ class Rescaled:
             "H": self.q.shape[2],
             "K": self.k.shape[3],
             "V": self.v.shape[3],
+            "STEP": STEP,
             "SHIFT": int(options.shifted),
             "AFTER": int(options.read_after_write),
             "DIVIDE": options.step == "beta",
@@ -565,7 +599,7 @@ class Rescaled:
         with on_device(self.q):
             b, scale, decays = self._rescale(self.options.read_after_write)
             given = torch.empty_like(b)
-            scores = b.new_empty(ranks.chunks, heads, CHUNK, 16)
+            scores = b.new_empty(ranks.chunks, heads, CHUNK, STEP)
             columns, warps = CUTS["scores"]
             self._launch(
                 _rescaled_scores, (ranks.chunks * heads, 1), {"BV": min(columns, block(v_size))}, d_o=d_o, b=b, scale=scale, decays=decays,
