@@ -177,6 +177,9 @@ def test_what_cannot_run_says_why() -> None:
     gate = torch.ones(1, 3, 1, device=DEVICE)
     with pytest.raises(ValueError, match="window is 9"):
         falcon(x[..., :4], x[..., :4], x[..., :4], gate, gate, rule="falcon3a", window=9, level="triton")
+    columns = torch.ones(1, 70, 1, 4, device=DEVICE)
+    with pytest.raises(ValueError, match="decay_floor is 1e-05"):
+        falcon(columns, columns, columns, columns, columns[..., 0], rule="falcon2a", decay_floor=1e-5, level="triton")
     assert explain("linear_attention", x[..., :4]).level == ("triton" if DEVICE == "cuda" else "reference")
 
 

@@ -31,10 +31,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .gpu import block, dot, into_chunks, key_pointers, of_chunk, on_device, read, row_of, tables, value_pointers
+from .gpu import (
+    block,
+    dot,
+    into_chunks,
+    key_pointers,
+    launch,
+    of_chunk,
+    on_device,
+    parts,
+    read,
+    row_of,
+    tables,
+    value_pointers,
+)
 from .ranks import CHUNK, Ranks
 
-FIXED = ["T", "NC", "NS", "SEG", "M"]  # no recompilation for another length
+FIXED = ["T", "NC", "NS", "SEG", "M", "NIL"]  # no recompilation for another length
 
 
 @triton.jit
@@ -64,44 +77,66 @@ def _decays(upto, upto_low, at, later, LOW: tl.constexpr):
 
 
 @triton.jit
-def _written(weights, upto, upto_low, at, e, W: tl.constexpr, LOW: tl.constexpr, C: tl.constexpr):
-    """P_{j,W-1} of every pair, and the two halves of u at the token that wrote it last."""
-    last = tl.minimum(e + W - 1, C - 1)
-    high, low = _decays(upto, upto_low, at, last, LOW)
-    return tl.load(weights + at * W + (W - 1) * C + e), high, low
+def _decay(high, low, s_high, s_low, apart, W: tl.constexpr, LOW: tl.constexpr):
+    """exp(u_t - u_{j+W-1}) for pairs that were written whole, 1 for those that t still writes, 0 for later ones.
 
-
-@triton.jit
-def _far(high, low, s_high, s_low, apart, W: tl.constexpr, LOW: tl.constexpr):
-    """exp(u_t - u_{j+W-1}) for pairs that were written whole, else 0. apart: last token that t reads, minus j."""
+    apart: last token that t reads, minus j.
+    """
     difference = high - s_high
     if LOW:
         difference += low - s_low
-    return tl.where(apart >= W - 1, tl.exp(tl.minimum(difference, 0.0)), 0.0)
+    decay = tl.where(apart >= W - 1, tl.exp(tl.minimum(difference, 0.0)), 0.0)
+    if W > 1:
+        decay = tl.where((apart >= 0) & (apart < W - 1), 1.0, decay)
+    return decay
 
 
 @triton.jit
-def _with_near(mix, near, apart, s, PAIRS_AS_ROWS: tl.constexpr, W: tl.constexpr, C: tl.constexpr):
-    """Put P_jd near the diagonal into the far part of M. near: where the chunk's P begin, s: the slots of the pairs."""
+def _parts(weights, apart, e, PAIRS_AS_ROWS: tl.constexpr, W: tl.constexpr, C: tl.constexpr):
+    """What multiplies the decay in M: P_{j,W-1} far from the diagonal, P_jd near it. weights: where those of the chunk begin."""
+    full = tl.load(weights + (W - 1) * C + e)
+    if PAIRS_AS_ROWS:
+        found = full[:, None]
+    else:
+        found = full[None, :]
     for d in tl.static_range(W - 1):
-        p = tl.load(near + d * C + s)
+        p = tl.load(weights + d * C + e)
         if PAIRS_AS_ROWS:
-            mix = tl.where(apart == d, p[:, None], mix)
+            found = tl.where(apart == d, p[:, None], found)
         else:
-            mix = tl.where(apart == d, p[None, :], mix)
-    return mix
+            found = tl.where(apart == d, p[None, :], found)
+    return found
 
 
 @triton.jit
-def _window_weights(strength, upto, upto_low, weights, W: tl.constexpr, LOW: tl.constexpr, C: tl.constexpr):
-    """P of every pair of a chunk: `[M, H, W, C]`."""
+def _weigh(
+    strength,
+    upto,
+    upto_low,
+    weights,
+    W: tl.constexpr,
+    AFTER: tl.constexpr,
+    LOW: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Of every slot of a chunk, `[M, H, W + 3, C]`: P_j0 ... P_{j,W-1}; the decay of whole pairs to the chunk's end; that from the
+    chunk's start to what a token reads; and w_j, the product of the last P and its decay to the end.
+    """
     at = tl.program_id(0).to(tl.int64) * C
     e = tl.arange(0, C)
+    out = weights + at * (W + 3) + e
     p = tl.zeros([C], tl.float32)
     for d in tl.static_range(W):
         p = p * _decay_of(upto, upto_low, at, e + d, LOW, C)
         p += tl.load(strength + at + e + d, mask=e + d < C, other=0.0)
-        tl.store(weights + at * W + d * C + e, p)
+        tl.store(out + d * C, p)
+    high, low = _decays(upto, upto_low, at, tl.minimum(e + W - 1, C - 1), LOW)
+    end, end_low = _decays(upto, upto_low, at, e * 0 + C - 1, LOW)
+    to_end = tl.exp(tl.minimum(end - high + (end_low - low), 0.0))
+    tl.store(out + W * C, to_end)
+    high, low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
+    tl.store(out + (W + 1) * C, tl.exp(high + low))
+    tl.store(out + (W + 2) * C, p * to_end)
 
 
 @triton.jit
@@ -124,6 +159,8 @@ def _segment_states(
     upto,
     upto_low,
     weight,
+    o,
+    inner,
     state,
     z,
     total,
@@ -134,6 +171,7 @@ def _segment_states(
     NC,
     NS,
     SEG,
+    M,
     H,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -144,12 +182,16 @@ def _segment_states(
     AFTER: tl.constexpr,
     BACK: tl.constexpr,
     ONES: tl.constexpr,
+    INNER: tl.constexpr,
     LOW: tl.constexpr,
     PLAIN: tl.constexpr,
     MASKED: tl.constexpr,
     C: tl.constexpr,
 ):
-    """What the pairs of a segment (BACK: its queries and output gradients) add to the state at its end (BACK: start)."""
+    """What the pairs of a segment (BACK: its queries and output gradients) add to the state at its end (BACK: start).
+
+    INNER: also o . d_o of every token, for this block of columns.
+    """
     q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     n, start, length, chunk, begin, end = _segment(q, docs, segment_doc, T, NC, NS, SEG, PLAIN, C - W + 1)
     e, dk = tl.arange(0, C), tl.arange(0, BK)
@@ -172,17 +214,19 @@ def _segment_states(
             ok = (e >= W - 1) & (r < length)
             row = row_of(rows, start, r, ok, MASKED) * H + h
             lp, rp, lok, rok = left + row * K, right + row * V, ok, ok
-            high, low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
-            w = tl.exp(high + low)
+            w = tl.load(weights + at * (W + 3) + (W + 1) * C + e)
         else:
             lp, lok = key_pointers(left, head_left, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
             rp, rok = value_pointers(right, head_right, rows, n, start, length, missing, h, r, H, V, W, SHIFT, MASKED)
-            full, high, low = _written(weights, upto, upto_low, at, e, W, LOW, C)
-            w = full * tl.exp(tl.minimum(u_end - high + (low_end - low), 0.0))
+            w = tl.load(weights + at * (W + 3) + (W + 2) * C + e)
         x = read(lp[:, None] + dk[None, :], lok[:, None] & (dk < K)[None, :])
         y = read(rp[:, None] + dv[None, :], rok[:, None] & (dv < V)[None, :])
         kept = tl.exp(u_end + low_end)
         S = S * kept + dot(tl.trans(x), (y.to(tl.float32) * w[:, None]).to(x.dtype))
+        if INNER:
+            answer = read(o + row[:, None] * V + dv[None, :], rok[:, None] & (dv < V)[None, :]).to(tl.float32)
+            to = inner + tl.program_id(1).to(tl.int64) * M * H * C + at + e
+            tl.store(to, tl.sum(answer * y.to(tl.float32), 1))
         if ONES:
             part = w
             if BACK:
@@ -278,6 +322,7 @@ def _walk(
     head_x,
     v,
     head_v,
+    d_o,
     first,
     weights,
     upto,
@@ -286,127 +331,12 @@ def _walk(
     z,
     weight,
     out,
-    against,
-    inner,
-    seen,
-    docs,
-    segment_doc,
-    rows,
-    eps,
-    T,
-    NC,
-    NS,
-    SEG,
-    M,
-    H,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BA: tl.constexpr,
-    BB: tl.constexpr,
-    W: tl.constexpr,
-    SHIFT: tl.constexpr,
-    AFTER: tl.constexpr,
-    SWAP: tl.constexpr,
-    ONES: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    INNER: tl.constexpr,
-    LOW: tl.constexpr,
-    PLAIN: tl.constexpr,
-    MASKED: tl.constexpr,
-    C: tl.constexpr,
-):
-    """Outputs of a segment from the state before it. SWAP: `query` is d_o, keys and values change places, and out is d_q.
-
-    NORMALIZE: divide by seen + eps. INNER: also `against` . (the part of out that comes from the state).
-    """
-    q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
-    n, start, length, chunk, begin, end = _segment(q, docs, segment_doc, T, NC, NS, SEG, PLAIN, C - W + 1)
-    A: tl.constexpr = V if SWAP else K
-    B: tl.constexpr = K if SWAP else V
-    e, da = tl.arange(0, C), tl.arange(0, BA)
-    db = tl.program_id(1) * BB + tl.arange(0, BB)
-    in_a, in_b = (da < A)[None, :], (db < B)[None, :]
-    own = state + (q * H + h) * K * V
-    if SWAP:
-        S = tl.load(own + da[:, None] + db[None, :] * V, mask=(da < A)[:, None] & in_b, other=0.0)
-    else:
-        S = tl.load(own + da[:, None] * V + db[None, :], mask=(da < A)[:, None] & in_b, other=0.0)
-    if NORMALIZE:
-        sum_x = tl.load(z + (q * H + h) * K + da, mask=da < A, other=0.0)
-    if ONES:
-        sum_x = tl.load(z + (q * H + h) * K + db, mask=db < B, other=0.0)
-    missing = tl.load(first + n)
-    for i in range(begin, end):
-        r = i * (C - W + 1) - (W - 1) + e
-        at = ((chunk + i) * H + h) * C
-        token = (e >= W - 1) & (r < length)
-        row = row_of(rows, start, r, token, MASKED) * H + h
-        xp, xok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
-        vp, vok = value_pointers(v, head_v, rows, n, start, length, missing, h, r, H, V, W, SHIFT, MASKED)
-        if SWAP:
-            xp, vp, xok, vok = vp, xp, vok, xok
-        a = read(query + row[:, None] * A + da[None, :], token[:, None] & in_a)
-        x = read(xp[:, None] + da[None, :], xok[:, None] & in_a)
-        y = read(vp[:, None] + db[None, :], vok[:, None] & in_b)
-        full, s_high, s_low = _written(weights, upto, upto_low, at, e, W, LOW, C)
-        high, low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
-        u_end = tl.load(upto + at + C - 1)
-        low_end = u_end * 0.0
-        if LOW:
-            low_end = tl.load(upto_low + at + C - 1)
-        apart = e[:, None] - (1 - AFTER) - e[None, :]
-        mix = full[None, :] * _far(high[:, None], low[:, None], s_high[None, :], s_low[None, :], apart, W, LOW)
-        mix = _with_near(mix, weights + at * W, apart, e, False, W, C)
-        scores = dot(a, tl.trans(x))
-        if ONES:
-            scores += tl.load(weight + at + e)[:, None]
-        p = scores * mix
-        from_start = tl.exp(high + low)
-        carried = dot(a, S.to(a.dtype))
-        if ONES:
-            carried += tl.load(weight + at + e)[:, None] * sum_x[None, :]
-        carried *= from_start[:, None]
-        o = carried + dot(p.to(a.dtype), y)
-        w = full * tl.exp(tl.minimum(u_end - s_high + (low_end - s_low), 0.0))
-        kept = tl.exp(u_end + low_end)
-        S = S * kept + dot(tl.trans(x), (y.to(tl.float32) * w[:, None]).to(x.dtype))
-        if NORMALIZE:
-            divisor = tl.sum(p, 1) + from_start * tl.sum(a.to(tl.float32) * sum_x[None, :], 1) + eps
-            o = o / divisor[:, None]
-            sum_x = sum_x * kept + tl.sum(x.to(tl.float32) * w[:, None], 0)
-            if tl.program_id(1) == 0:
-                tl.store(seen + row, divisor, mask=token)
-        if ONES:
-            sum_x = sum_x * kept + tl.sum(y.to(tl.float32) * w[:, None], 0)
-        if INNER:
-            other = read(against + row[:, None] * B + db[None, :], token[:, None] & in_b).to(tl.float32)
-            found = tl.sum(other * carried, 1)
-            tl.store(inner + tl.program_id(1).to(tl.int64) * M * H * C + at + e, found)
-        tl.store(out + row[:, None] * B + db[None, :], o, mask=token[:, None] & in_b)
-
-
-@triton.jit(do_not_specialize=FIXED)
-def _walk_back(
-    query,
-    k,
-    head_x,
-    v,
-    head_v,
-    d_o,
-    o,
-    first,
-    weights,
-    upto,
-    upto_low,
-    d_state,
-    d_z,
-    weight,
-    inner,
-    product,
-    d_energy,
-    out,
     head_out,
     overlap,
+    seen,
+    product,
+    d_energy,
+    inner,
     far,
     close,
     apart,
@@ -419,6 +349,7 @@ def _walk_back(
     NS,
     SEG,
     M,
+    NIL,
     H,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -427,9 +358,11 @@ def _walk_back(
     W: tl.constexpr,
     SHIFT: tl.constexpr,
     AFTER: tl.constexpr,
+    BACK: tl.constexpr,
     SWAP: tl.constexpr,
     ONES: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    INNER: tl.constexpr,
     GATES: tl.constexpr,
     ENERGY: tl.constexpr,
     LOW: tl.constexpr,
@@ -437,14 +370,17 @@ def _walk_back(
     MASKED: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Gradients of a segment's values (SWAP: keys), from its end; d_state is the gradient of the state after the segment.
+    """Outputs of a segment from the state before it. BACK: gradients of values, from its end and the gradient of the state there.
 
+    SWAP: keys and values change places, and so do queries and d_o: out is the gradient of the queries (BACK: of the keys).
+    In the chunk a reader takes the values of sources: tokens read pairs, BACK pairs read tokens. Outputs are the rows of every
+    product, `[BB, C]`, and so is the state, `[BB, BA]`: it is read from registers, and no accumulator is transposed.
+    NORMALIZE: divide by seen + eps. INNER: also q . (the part of out that comes from the state).
+    ENERGY (of keys): add what comes through the energy of the keys.
     GATES (of values): also, for this block of value columns, the gradients of P_{j,W-1} (far), of P_jd with d < W - 1 (close,
     `[W - 1, C]` a chunk), what every token reads times its gradient (inner), and the sum of state times gradient at the
     chunk's end (apart); where LOW instead of the last two (inner is given then: the part read from the state) the gradient of
     every token's log-decay that comes from far pairs and the states, pair by pair, so that nothing cancels (apart).
-    ENERGY (of keys): add what comes through the energy of the keys.
-    Everything is computed transposed (pairs as rows, queries as columns) from loaded operands: no accumulator is transposed.
     """
     q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     n, start, length, chunk, begin, end = _segment(q, docs, segment_doc, T, NC, NS, SEG, PLAIN, C - W + 1)
@@ -454,24 +390,27 @@ def _walk_back(
     e, da = tl.arange(0, C), tl.arange(0, BA)
     db = tl.program_id(1) * BB + tl.arange(0, BB)
     in_a, in_b = (da < A)[None, :], (db < B)[None, :]
-    own = d_state + (q * H + h) * K * V
+    own = state + (q * H + h) * K * V
     if SWAP:
-        dS = tl.load(own + da[:, None] + db[None, :] * V, mask=(da < A)[:, None] & in_b, other=0.0)
+        own = own + da[None, :] + db[:, None] * V
     else:
-        dS = tl.load(own + da[:, None] * V + db[None, :], mask=(da < A)[:, None] & in_b, other=0.0)
+        own = own + da[None, :] * V + db[:, None]
+    S = tl.load(own, mask=in_a & (db < B)[:, None], other=0.0)
     # z has the rows of the state: a block of them, or all where they are multiplied with keys
     dn, count = da, A
     if SWAP:
         dn, count = db, B
     if ONES:
-        dz = tl.load(d_z + (q * H + h) * K + dn, mask=dn < count, other=0.0)
+        sum_x = tl.load(z + (q * H + h) * K + dn, mask=dn < count, other=0.0)
     once = tl.where(part == 0, 1.0, 0.0)  # what does not belong to a block of columns
     crossing = once * 0.0
     if GATES:
         crossing = once * tl.load(product + q * H + h)
     missing = tl.load(first + n)
     for step in range(begin, end):
-        i = begin + end - 1 - step
+        i = step
+        if BACK:
+            i = begin + end - 1 - step
         r = i * (C - W + 1) - (W - 1) + e
         at = ((chunk + i) * H + h) * C
         token = (e >= W - 1) & (r < length)
@@ -479,109 +418,134 @@ def _walk_back(
         xp, xok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
         vp, vok = value_pointers(v, head_v, rows, n, start, length, missing, h, r, H, V, W, SHIFT, MASKED)
         if SWAP:
-            pair = read(vp[:, None] + da[None, :], vok[:, None] & in_a)
             ask = read(d_o + row[:, None] * A + da[None, :], token[:, None] & in_a)
-            value = read(query + row[:, None] * B + db[None, :], token[:, None] & in_b)
+            pair = read(vp[:, None] + da[None, :], vok[:, None] & in_a)
         else:
-            pair = read(xp[:, None] + da[None, :], xok[:, None] & in_a)
             ask = read(query + row[:, None] * A + da[None, :], token[:, None] & in_a)
-            value = read(d_o + row[:, None] * B + db[None, :], token[:, None] & in_b)
-        full, s_high, s_low = _written(weights, upto, upto_low, at, e, W, LOW, C)
-        high, low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
-        u_end = tl.load(upto + at + C - 1)
-        low_end = u_end * 0.0
-        if LOW:
-            low_end = tl.load(upto_low + at + C - 1)
-        to_end = tl.exp(tl.minimum(u_end - s_high + (low_end - s_low), 0.0))
-        scores = dot(pair, tl.trans(ask))
-        carried = dot(pair, dS.to(pair.dtype))
-        if ONES and SWAP:
-            scores += tl.load(weight + at + e)[None, :]
-            carried += dz[None, :]
-        distance = e[None, :] - (1 - AFTER) - e[:, None]
-        decay = _far(high[None, :], low[None, :], s_high[:, None], s_low[:, None], distance, W, LOW)
-        if GATES and not LOW:
-            # the gradient of P_{j,W-1} is the product of the pair with what P_{j,W-1} multiplies
-            far_scores = scores * decay
-            found = to_end[:, None] * carried + dot(far_scores.to(pair.dtype), value)
-            y = read(vp[:, None] + db[None, :], vok[:, None] & in_b).to(tl.float32)
-            d_full = tl.sum(y * found, 1)
-            if ONES:
-                d_full += once * tl.sum(far_scores * tl.load(weight + at + e)[None, :], 1)
-                d_full += once * to_end * tl.sum(pair.to(tl.float32) * dz[None, :], 1)
-            found *= full[:, None]
-            given = tl.sum(d_full * full, 0)
-            for d in tl.static_range(W - 1):
-                after = e + (d + 1 - AFTER)
-                ok = (after < C) & (after >= W - 1) & (r + (d + 1 - AFTER) < length)
-                asks = row_of(rows, start, r + (d + 1 - AFTER), ok, MASKED) * H + h
-                g = read(d_o + asks[:, None] * B + db[None, :], ok[:, None] & in_b).to(tl.float32)
-                p = tl.load(weights + at * W + d * C + e)
-                product_jd = tl.sum(tl.where(distance == d, scores, 0.0), 1)
-                near = product_jd * tl.sum(y * g, 1)
-                tl.store(close + (part * M * H * C + at) * (W - 1) + d * C + e, near)
-                given += tl.sum(p * near, 0)
-                found += (p * product_jd)[:, None] * g
-            if NORMALIZE:
-                reads = -eps * once * tl.load(weight + at + e)
-            else:
-                answer = read(o + row[:, None] * B + db[None, :], token[:, None] & in_b).to(tl.float32)
-                reads = tl.sum(answer * value.to(tl.float32), 1)
-            slot = part * M * H * C + at + e
-            tl.store(inner + slot, reads)
-            tl.store(far + slot, d_full)
-            tl.store(apart + slot, crossing + tl.zeros([C], tl.float32))
-            crossing += tl.sum(reads, 0) - given
+            pair = read(xp[:, None] + da[None, :], xok[:, None] & in_a)
+        if BACK:
+            source, reader = ask, pair
+            giving, taking = W + 1, W + 2
         else:
-            mix = _with_near(full[:, None] * decay, weights + at * W, distance, e, True, W, C)
-            found = (full * to_end)[:, None] * carried + dot((scores * mix).to(pair.dtype), value)
-        if GATES and LOW:
+            source, reader = pair, ask
+            giving, taking = W + 2, W + 1
+        u_end = tl.load(upto + at + C - 1)
+        if LOW:
+            u_end += tl.load(upto_low + at + C - 1)
+        kept = tl.exp(u_end)
+        own_weights = weights + at * (W + 3)
+        # what is read from memory stands near its use: it waits in registers from there on
+        carried = dot(S.to(reader.dtype), tl.trans(reader))
+        if ONES and SWAP:
+            one = tl.load(weight + at + e)
+            if BACK:
+                carried += sum_x[:, None]
+            else:
+                carried += sum_x[:, None] * one[None, :]
+        if GATES:
             y = read(vp[:, None] + db[None, :], vok[:, None] & in_b)
-            pull = dot(y, tl.trans(value))
-            written = tl.sum(y * carried, 1)
+            written = tl.load(own_weights + W * C + e) * tl.sum(tl.trans(y).to(tl.float32) * carried, 0)
+            before = crossing
+        found = carried * tl.load(own_weights + taking * C + e)[None, :]
+        if INNER:
+            other = read(query + row[None, :] * B + db[:, None], token[None, :] & (db < B)[:, None]).to(tl.float32)
+            tl.store(inner + part * M * H * C + at + e, tl.sum(other * found, 0))
+        if BACK and SWAP:
+            value = read(query + row[:, None] * B + db[None, :], token[:, None] & in_b)
+        elif BACK:
+            value = read(d_o + row[:, None] * B + db[None, :], token[:, None] & in_b)
+        elif SWAP:
+            value = read(xp[:, None] + db[None, :], xok[:, None] & in_b)
+        else:
+            value = read(vp[:, None] + db[None, :], vok[:, None] & in_b)
+        give = tl.load(own_weights + giving * C + e)
+        given = (tl.trans(value).to(tl.float32) * give[None, :]).to(value.dtype)
+        S = S * kept + dot(given, source)
+        scores = dot(source, tl.trans(reader))
+        high, low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
+        s_high, s_low = _decays(upto, upto_low, at, tl.minimum(e + W - 1, C - 1), LOW)
+        now = e
+        if W > 1:  # NIL is 0, unknown to the compiler: no table of comparisons is kept in registers over the loop
+            now = e + (NIL * step).to(tl.int32)
+        if BACK:
+            if ONES and SWAP:
+                scores += one[:, None]
+            distance = now[:, None] - (1 - AFTER) - e[None, :]
+            scores *= _decay(high[:, None], low[:, None], s_high[None, :], s_low[None, :], distance, W, LOW)
+            p = scores * _parts(own_weights, distance, e, False, W, C)
+        else:
+            if ONES and SWAP:
+                scores += one[None, :]
+            distance = now[None, :] - (1 - AFTER) - e[:, None]
+            scores *= _decay(high[None, :], low[None, :], s_high[:, None], s_low[:, None], distance, W, LOW)
+            p = scores * _parts(own_weights, distance, e, True, W, C)
+        found += dot(tl.trans(value), p.to(value.dtype))
+        if NORMALIZE and not BACK:
+            from_start = tl.load(own_weights + taking * C + e)
+            divisor = tl.sum(p, 0) + from_start * tl.sum(tl.trans(reader).to(tl.float32) * sum_x[:, None], 0) + eps
+            found = found / divisor[None, :]
+            if part == 0:
+                tl.store(seen + row, divisor, mask=token)
+        if BACK:
+            initial = i + e * 0 == 0  # whether this is a document's first chunk
+            ours = (e >= W - 1) | initial
+            if SWAP:
+                op, ok = key_pointers(out, head_out, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
+            else:
+                op, ok = value_pointers(out, head_out, rows, n, start, length, missing, h, r, H, V, W, SHIFT, MASKED)
+            if W > 1:
+                shared = overlap + (((chunk + i) * H + h) * (W - 1) + e) * B
+                over = ok & (e < W - 1) & (i + e * 0 > 0)
+                tl.store(shared[None, :] + db[:, None], found, mask=over[None, :] & (db < B)[:, None])
+            if ENERGY:
+                factor = tl.zeros([C], tl.float32)
+                for w in tl.static_range(W):
+                    there = (r + w >= 0) & (r + w < length)
+                    factor += tl.load(d_energy + (start + r + w) * H + h, mask=there, other=0.0)
+                x = read(xp[:, None] + db[None, :], xok[:, None] & in_b)
+                if x.dtype == tl.float16:  # these factors need the range of float32
+                    x = x.to(tl.bfloat16)
+                found += dot(tl.trans(x), tl.where(e[:, None] == e[None, :], 2.0 * factor[None, :], 0.0).to(x.dtype))
+            tl.store(op[None, :] + db[:, None], found, mask=(ok & ours)[None, :] & (db < B)[:, None])
+        else:
+            tl.store(out + row[None, :] * B + db[:, None], found, mask=token[None, :] & (db < B)[:, None])
+        if GATES:
+            pull = dot(value, tl.trans(y))
             if ONES:
-                pull += once * tl.load(weight + at + e)[None, :]
-                written += once * tl.sum(pair * dz[None, :], 1)
+                pull += once * tl.load(weight + at + e)[:, None]
+                ones = tl.sum(tl.trans(pair).to(tl.float32) * sum_x[:, None], 0)
+                written += once * tl.load(own_weights + W * C + e) * ones
             pull *= scores
             for d in tl.static_range(W - 1):
-                near = tl.sum(tl.where(distance == d, pull, 0.0), 1)
+                near = tl.sum(tl.where(distance == d, pull, 0.0), 0)
                 tl.store(close + (part * M * H * C + at) * (W - 1) + d * C + e, near)
-            pull *= decay
-            written *= to_end
-            slot = part * M * H * C + at + e
-            tl.store(far + slot, tl.sum(pull, 1) + written)
-            # token r decays what earlier tokens wrote, for later ones to read
+                if not LOW:
+                    crossing -= tl.sum(near * tl.load(own_weights + d * C + e), 0)
+            if W > 1:
+                pull = tl.where(distance >= W - 1, pull, 0.0)
+            d_full = tl.sum(pull, 0) + written
+            tl.store(far + part * M * H * C + at + e, d_full)
             reads = once * tl.load(inner + at + e)
-            earlier = e[None, :] + W - 1 < e[:, None]
-            pull = dot(tl.where(earlier, 1.0, 0.0), pull * full[:, None]) + reads[None, :]
-            grad = tl.sum(tl.where(e[None, :] - e[:, None] >= 1 - AFTER, pull, 0.0), 1)
-            grad += tl.sum(tl.where(earlier, (written * full)[None, :], 0.0), 1)
-            tl.store(apart + slot, grad + crossing)
-        initial = i + e * 0 == 0  # whether this is a document's first chunk
-        ours = (e >= W - 1) | initial
-        if SWAP:
-            op, ok = key_pointers(out, head_out, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
-        else:
-            op, ok = value_pointers(out, head_out, rows, n, start, length, missing, h, r, H, V, W, SHIFT, MASKED)
-        if W > 1:
-            shared = overlap + (((chunk + i) * H + h) * (W - 1) + e) * B
-            tl.store(shared[:, None] + db[None, :], found, mask=(ok & (e < W - 1) & ~initial)[:, None] & in_b)
-        if ENERGY:
-            factor = tl.zeros([C], tl.float32)
-            for w in tl.static_range(W):
-                there = (r + w >= 0) & (r + w < length)
-                factor += tl.load(d_energy + (start + r + w) * H + h, mask=there, other=0.0)
-            found += 2.0 * factor[:, None] * read(xp[:, None] + db[None, :], xok[:, None] & in_b).to(tl.float32)
-        tl.store(op[:, None] + db[None, :], found, mask=(ok & ours)[:, None] & in_b)
-        kept = tl.exp(u_end + low_end)
-        from_start = tl.exp(high + low)
-        dS = dS * kept + dot(tl.trans(ask), (value.to(tl.float32) * from_start[:, None]).to(pair.dtype))
-        if ONES:
-            share = from_start * tl.load(weight + at + e)
-            if SWAP:
-                dz = dz * kept + tl.sum(value.to(tl.float32) * share[:, None], 0)
+            full = tl.load(own_weights + (W - 1) * C + e)
+            if LOW:
+                # token r decays what earlier tokens wrote, for later ones to read
+                earlier = e[:, None] + W - 1 < e[None, :]
+                passing = dot(pull * full[None, :], tl.where(earlier, 1.0, 0.0)) + reads[:, None]
+                grad = tl.sum(tl.where(e[:, None] - e[None, :] >= 1 - AFTER, passing, 0.0), 0)
+                grad += tl.sum(tl.where(earlier, (written * full)[:, None], 0.0), 0)
+                tl.store(apart + part * M * H * C + at + e, grad + crossing)
             else:
-                dz = dz * kept + tl.sum(ask.to(tl.float32) * share[:, None], 0)
+                tl.store(apart + part * M * H * C + at + e, before + tl.zeros([C], tl.float32))
+                crossing += tl.sum(reads, 0) - tl.sum(d_full * full, 0)
+        if ONES or (NORMALIZE and not BACK):
+            # sums over sources of what the ones behind the values (BACK: their gradients) give
+            share = give
+            if BACK:
+                share = give * tl.load(weight + at + e)
+            if SWAP:
+                sum_x = sum_x * kept + tl.sum(tl.trans(value).to(tl.float32) * share[None, :], 1)
+            else:
+                sum_x = sum_x * kept + tl.sum(source.to(tl.float32) * share[:, None], 0)
 
 
 @triton.jit
@@ -611,17 +575,16 @@ def _gate_gradients(
     reads = tl.zeros([C], tl.float32)
     for part in tl.static_range(PARTS):
         d_u += tl.load(apart + part * size + at + e)
-        if not LOW:
-            reads += tl.load(inner + part * size + at + e)
     if not LOW:
+        reads += tl.load(inner + at + e)
         # far pairs: all reads from here on, minus all that was written from here on, plus state times gradient at the end
         full = tl.zeros([C], tl.float32)
         for part in tl.static_range(PARTS):
             full += tl.load(far + part * size + at + e)
-        full *= tl.load(weights + at * W + (W - 1) * C + e)
+        full *= tl.load(weights + at * (W + 3) + (W - 1) * C + e)
         for d in tl.static_range(W - 1):
             j = e - d - (1 - AFTER)
-            own = tl.load(weights + at * W + d * C + j, mask=j >= 0, other=0.0)
+            own = tl.load(weights + at * (W + 3) + d * C + j, mask=j >= 0, other=0.0)
             for part in tl.static_range(PARTS):
                 near = close + (part * size + at) * (W - 1) + d * C + j
                 reads -= own * tl.load(near, mask=j >= 0, other=0.0)
@@ -643,7 +606,7 @@ def _gate_gradients(
                 grad *= _decay_of(upto, upto_low, at, j + W - 1 - up, LOW, C)
         d_c += grad
         if back > 0:
-            before = tl.load(weights + at * W + (back - 1) * C + j, mask=j >= 0, other=0.0)
+            before = tl.load(weights + at * (W + 3) + (back - 1) * C + j, mask=j >= 0, other=0.0)
             d_u += grad * before * _decay_of(upto, upto_low, at, e, LOW, C)
     tl.store(d_strength + at + e, d_c)
     tl.store(d_log_decay + at + e, d_u)
@@ -690,25 +653,24 @@ def _add_overlap(
 # elements of the state that a program holds, warps, pipeline stages: for 16-bit inputs, and for float32
 CUTS = {
     "states": ((16384, 4, 1), (4096, 4, 1)),
-    "values": ((8192, 4, 2), (4096, 4, 1)),
-    "keys": ((8192, 4, 2), (4096, 4, 1)),
+    "walk": ((16384, 8, 3), (8192, 8, 1)),
 }
 
 
 def cut(kind: str, rows: int, columns: int, like: Tensor) -> tuple[int, dict[str, int]]:
     """Columns of a state `[rows, columns]` that one program holds, and its launch options; by sizes and dtype alone."""
     room, warps, stages = CUTS[kind][like.dtype == torch.float32]
-    return min(block(columns), max(16, room // block(rows))), {"num_warps": warps, "num_stages": stages}
+    if block(rows) > 128:
+        stages = min(stages, 2)  # more do not fit in shared memory
+    least = 16 if like.dtype == torch.float32 else 64  # rows of a product on Hopper's tensor cores
+    return min(max(least, block(columns)), max(least, room // block(rows))), {"num_warps": warps, "num_stages": stages}
 
 
-def segment_length(chunks: int, heads: int, like: Tensor) -> int:
-    """Chunks of a segment: as many as leave enough segments to fill a large GPU. float32 keeps every state for its digits."""
-    if like.dtype == torch.float32:
+def segment_length(q: Tensor, overlap: int) -> int:
+    """Chunks of a segment, so that there are about 256 segments to fill a GPU. float32 keeps every state for its digits."""
+    if q.dtype == torch.float32:
         return 1
-    length = 1
-    while length < 32 and chunks * heads >= 512 * length:
-        length *= 2
-    return length
+    return min(64, max(1, parts(q.shape[0] * q.shape[1] * q.shape[2], 256 * (CHUNK - overlap))))
 
 
 def scan(
@@ -729,11 +691,11 @@ def scan(
     """
     segments, heads, k_size = state.shape[:3]
     v_size, columns, back = state.shape[3] if state.ndim == 4 else 1, total.ndim == 3, other is not None
-    final, tiles = torch.empty_like(initial, dtype=torch.float32), triton.cdiv(k_size, 16)
+    final, tiles = torch.empty_like(initial, dtype=torch.float32), parts(k_size, 16)
     product = state.new_empty((segments, heads, tiles, *([v_size] if columns else [])) if back else (0,))
-    _scan[(ranks.documents * heads, tiles)](
-        state, total, initial.contiguous(), final, other, other_final, product, ranks.docs,
-        NS=segments // ranks.documents, H=heads, K=k_size, V=v_size, ROWS=16, BV=block(v_size), BACK=back,
+    launch(
+        _scan, (ranks.documents * heads, tiles), state=state, total=total, initial=initial.contiguous(), final=final,
+        other=other, other_final=other_final, product=product, docs=ranks.docs, NS=segments // ranks.documents, H=heads, K=k_size, V=v_size, ROWS=16, BV=block(v_size), BACK=back,
         PRODUCT=back, SINGLE=single, COLUMNS=columns, PLAIN=ranks.docs is None,
     )  # fmt: skip
     return final, product
@@ -782,13 +744,12 @@ class Associative:
 
     @functools.cached_property
     def weights(self) -> Tensor:
-        """P, `[M, H, W, C]`: of a single pair, its strength."""
-        if self.window == 1:
-            return self.strength
-        weights = self.strength.new_empty(*self.strength.shape[:2], self.window, CHUNK)
-        _window_weights[(self.strength.shape[0] * self.heads,)](
-            self.strength, self.upto, self.upto_low, weights, W=self.window, LOW=self.q.dtype == torch.float32, C=CHUNK,
-            num_warps=1,
+        """P, and decays to the chunk's ends, see `_weigh`."""
+        weights = self.strength.new_empty(*self.strength.shape[:2], self.window + 3, CHUNK)
+        launch(
+            _weigh, (self.strength.shape[0] * self.heads,), strength=self.strength, upto=self.upto, upto_low=self.upto_low,
+            weights=weights, W=self.window, AFTER=int(self.after),
+            LOW=self.q.dtype == torch.float32, C=CHUNK, num_warps=1,
         )  # fmt: skip
         return weights
 
@@ -813,17 +774,25 @@ class Associative:
         }
 
     def _states(
-        self, left: Tensor, right: Tensor, total: Tensor, weight: Tensor | None, back: bool
+        self,
+        left: Tensor,
+        right: Tensor,
+        total: Tensor,
+        weight: Tensor | None,
+        back: bool,
+        o: Tensor | None = None,
+        inner: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """What every segment adds to the state, `[Q, H, K, V]`, and to z."""
         k_size, v_size, segments = self.k.shape[3], self.v.shape[3], self.ranks.segments
-        columns, launch = cut("states", k_size, v_size, self.k)
+        columns, options = cut("states", k_size, v_size, self.k)
         state = self.q.new_empty(segments, self.heads, k_size, v_size, dtype=torch.float32)
         z = self.q.new_empty(segments, self.heads, k_size if self.ones else 0, dtype=torch.float32)
-        _segment_states[(segments * self.heads, triton.cdiv(v_size, columns))](
-            left, self.head_x, right, self.head_v, self.first, self.weights, self.upto, self.upto_low, weight,
-            state, z, total, **self._common(), K=k_size, V=v_size, BK=block(k_size), BV=columns,
-            BACK=back, ONES=self.ones and (weight is not None or not back), **launch,
+        launch(
+            _segment_states, (segments * self.heads, parts(v_size, columns)), left=left, head_left=self.head_x, right=right,
+            head_right=self.head_v, first=self.first, weights=self.weights, upto=self.upto, upto_low=self.upto_low,
+            weight=weight, o=o, inner=inner, state=state, z=z, total=total, **self._common(), M=self.ranks.chunks, INNER=inner is not None, K=k_size, V=v_size, BK=block(k_size), BV=columns,
+            BACK=back, ONES=self.ones and (weight is not None or not back), **options,
         )  # fmt: skip
         if self.ones and back and weight is None:
             z.zero_()
@@ -843,30 +812,40 @@ class Associative:
                 z, _ = scan(z_states, total, z, self.ranks)
             else:
                 z = z.clone()
-            self._walk(self.q, states, z_states, None, o, None, None, seen, swap=False)
+            self._walk(states, o, z=z_states if self.normalize else None, seen=seen)
         return o, S, z, Kept(states, z_states, total, seen)
 
     def _walk(
         self,
-        query: Tensor,
-        states: Tensor,
-        z: Tensor,
-        weight: Tensor | None,
+        state: Tensor,
         out: Tensor,
-        against: Tensor | None,
-        inner: Tensor | None,
-        seen: Tensor | None,
-        swap: bool,
+        *,
+        back: bool = False,
+        swap: bool = False,
+        z: Tensor | None = None,
+        overlap: Tensor | None = None,
+        inner: Tensor | None = None,
+        far: Tensor | None = None,
+        d_energy: Tensor | None = None,
+        **tensors: Tensor | None,
     ) -> None:
-        k_size, v_size = self.k.shape[3], self.v.shape[3]
+        """One walk over all segments, see the kernel."""
+        ranks, k_size, v_size = self.ranks, self.k.shape[3], self.v.shape[3]
         inner_size, size = (v_size, k_size) if swap else (k_size, v_size)
-        columns, launch = cut("keys" if swap else "values", inner_size, size, self.k)
-        _walk[(self.ranks.segments * self.heads, triton.cdiv(size, columns))](
-            query, self.k, self.head_x, self.v, self.head_v, self.first, self.weights, self.upto, self.upto_low,
-            states, z, weight, out, against, inner, seen, **self._common(), eps=self.eps, M=self.ranks.chunks,
-            K=k_size, V=v_size, BA=block(inner_size), BB=columns, SWAP=swap,
-            ONES=weight is not None, NORMALIZE=self.normalize and not swap, INNER=inner is not None, **launch,
+        columns, options = cut("walk", inner_size, size, self.k)
+        launch(
+            _walk, (ranks.segments * self.heads, parts(size, columns)), query=self.q, k=self.k, head_x=self.head_x, v=self.v, head_v=self.head_v, first=self.first, weights=self.weights,
+            upto=self.upto, upto_low=self.upto_low, state=state, z=z, out=out, overlap=overlap, inner=inner, far=far,
+            d_energy=d_energy, **tensors, **self._common(), eps=self.eps, M=ranks.chunks, NIL=0,
+            K=k_size, V=v_size, BA=block(inner_size), BB=columns, BACK=back, SWAP=swap, ONES=z is not None,
+            NORMALIZE=self.normalize and not swap, INNER=inner is not None and far is None, GATES=far is not None,
+            ENERGY=d_energy is not None, **options,
         )  # fmt: skip
+        if overlap is not None:
+            launch(
+                _add_overlap, (ranks.chunks * self.heads,), overlap=overlap, k=out, head_x=tensors["head_out"], **tables(ranks), first=self.first, H=self.heads, K=size, BK=block(size),
+                W=self.window, BW=1 << (self.window - 1).bit_length(), SHIFT=self.shift, VALUES=not swap, num_warps=1,
+            )  # fmt: skip
 
     def backward(
         self,
@@ -899,72 +878,57 @@ class Associative:
             if self.window > 1:  # nor does the first value without a key before it
                 d_v[:, 0] = 0
         d_head_x, d_head_v = torch.zeros_like(self.head_x), torch.zeros_like(self.head_v)
-        parts, of_keys = (
-            triton.cdiv(size, cut(kind, other, size, self.k)[0])
-            for kind, size, other in (("values", v_size, k_size), ("keys", k_size, v_size))
+        of_values, of_keys, of_states = (
+            parts(size, cut(kind, other, size, self.k)[0])
+            for kind, size, other in (("walk", v_size, k_size), ("walk", k_size, v_size), ("states", v_size, k_size))
         )
-        size = (parts, ranks.chunks, heads, CHUNK) if gates else (0,)
-        inner = self.q.new_empty((of_keys, *size[1:]) if wide and gates else size, dtype=torch.float32)
+        size = (of_values, ranks.chunks, heads, CHUNK) if gates else (0,)
+        # what every token reads times its gradient; where `wide`, of what it reads from the state before its chunk
+        inner = None
+        if gates:
+            inner = self.q.new_empty(of_keys if wide else of_states, *size[1:], dtype=torch.float32)
         far, apart = (self.q.new_empty(size, dtype=torch.float32) for _ in range(2))
         close = self.q.new_empty((*size[:-1], self.window - 1, size[-1]), dtype=torch.float32)
-        d_energy = None
+        ones = self.ones and weight is not None
         with on_device(self.q):
-            d_states, d_z_states = self._states(self.q, d_o, total, weight, True)
+            reads = None if wide or self.normalize else inner
+            d_states, d_z_states = self._states(self.q, d_o, total, weight, True, o, reads)
             d_S, product = scan(d_states, kept.total, d_S, self.ranks, kept.states, S_end, wide)
             product = product.sum(-1)
             if self.ones:
                 d_z, more = scan(d_z_states, kept.total, d_z, self.ranks, kept.z, z_end, wide)
                 product = product + more.sum(-1)
-            reads = wide and gates
             self._walk(
-                d_o, kept.states, kept.z, weight, d_q, self.q if reads else None, inner if reads else None, None, True
-            )
-            if reads:
-                inner = inner.sum(0)
-            outs = (inner, far, close, apart) if gates else None
-            d_z_of_values = d_z_states if gates and self.ones else None
-            self._walk_back(d_o, o, d_states, d_z_of_values, weight, product, (d_v, d_head_v), outs, None, False)
+                kept.states, d_q, swap=True, d_o=d_o, weight=weight, z=kept.z if ones else None,
+                inner=inner if wide else None,
+            )  # fmt: skip
+            if inner is not None:
+                inner = -self.eps * weight if weight is not None and not wide else inner.sum(0)
+            if self.ones and weight is None:
+                weight = self.q.new_zeros(ranks.chunks, heads, CHUNK, dtype=torch.float32)
+            found = {"inner": inner, "far": far, "close": close, "apart": apart} if gates else {}
+            self._walk(
+                d_states, d_v, back=True, d_o=d_o, weight=weight, z=d_z_states if gates and self.ones else None,
+                product=product, head_out=d_head_v, overlap=self._overlap(v_size), **found,
+            )  # fmt: skip
+            d_energy = None
             if through_gates is not None:
                 d_strength, d_log_decay = (self.q.new_empty(size[1:], dtype=torch.float32) for _ in range(2))
-                _gate_gradients[(ranks.chunks * heads,)](
-                    self.strength, self.upto, self.upto_low, self.weights, inner, far, close, apart, d_strength, d_log_decay,
-                    size=ranks.chunks * heads * CHUNK, PARTS=parts, W=self.window, AFTER=int(self.after), LOW=wide, C=CHUNK,
+                launch(
+                    _gate_gradients, (ranks.chunks * heads,), strength=self.strength, upto=self.upto, upto_low=self.upto_low,
+                    weights=self.weights, inner=inner, far=far, close=close, apart=apart, d_strength=d_strength,
+                    d_log_decay=d_log_decay, size=ranks.chunks * heads * CHUNK, PARTS=of_values, W=self.window, AFTER=int(self.after), LOW=wide, C=CHUNK,
                     num_warps=1,
                 )  # fmt: skip
                 d_energy = through_gates(d_strength, d_log_decay)
-            d_z_of_keys = d_z_states if self.ones else None
-            self._walk_back(d_o, o, d_states, d_z_of_keys, weight, None, (d_k, d_head_x), None, d_energy, True)
+            self._walk(
+                d_states, d_k, back=True, swap=True, d_o=d_o, weight=weight, z=d_z_states if self.ones else None,
+                d_energy=d_energy, head_out=d_head_x, overlap=self._overlap(k_size),
+            )  # fmt: skip
         return d_q, d_k, d_v, d_head_x, d_head_v, d_S, d_z
 
-    def _walk_back(
-        self,
-        d_o: Tensor,
-        o: Tensor,
-        d_states: Tensor,
-        d_z: Tensor | None,
-        weight: Tensor | None,
-        product: Tensor | None,
-        outs: tuple[Tensor, Tensor],
-        gates: tuple[Tensor, ...] | None,
-        d_energy: Tensor | None,
-        swap: bool,
-    ) -> None:
-        """Into `outs`, gradients of values (swap: keys) and of those in the head; into `gates`: inner, far, close, apart."""
-        ranks, k_size, v_size = self.ranks, self.k.shape[3], self.v.shape[3]
-        inner_size, size = (v_size, k_size) if swap else (k_size, v_size)
-        columns, launch = cut("keys" if swap else "values", inner_size, size, self.k)
-        overlap = self.q.new_empty(ranks.chunks, self.heads, self.window - 1, size, dtype=torch.float32)
-        if d_z is not None and weight is None:
-            weight = self.q.new_zeros(ranks.chunks, self.heads, CHUNK, dtype=torch.float32)
-        inner, far, close, apart = gates or (None,) * 4
-        _walk_back[(ranks.segments * self.heads, triton.cdiv(size, columns))](
-            self.q, self.k, self.head_x, self.v, self.head_v, d_o, o, self.first, self.weights, self.upto, self.upto_low,
-            d_states, d_z, weight, inner, product, d_energy, *outs, overlap, far, close, apart, **self._common(),
-            eps=self.eps, M=ranks.chunks, K=k_size, V=v_size, BA=block(inner_size), BB=columns, SWAP=swap,
-            ONES=d_z is not None, NORMALIZE=self.normalize, GATES=gates is not None, ENERGY=d_energy is not None, **launch,
-        )  # fmt: skip
-        if self.window > 1:
-            _add_overlap[(ranks.chunks * self.heads,)](
-                overlap, *outs, **tables(ranks), first=self.first, H=self.heads, K=size, BK=block(size), W=self.window,
-                BW=triton.next_power_of_2(self.window), SHIFT=self.shift, VALUES=not swap, num_warps=1,
-            )  # fmt: skip
+    def _overlap(self, size: int) -> Tensor | None:
+        """Room for what a chunk gives to the pairs of the chunk before it; None without a window."""
+        if self.window == 1:
+            return None
+        return self.q.new_empty(self.ranks.chunks, self.heads, self.window - 1, size, dtype=torch.float32)

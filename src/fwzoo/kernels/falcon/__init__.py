@@ -19,6 +19,7 @@ from .rules import RULES, FalconState, Options, Rule, empty_state, log_decay
 __all__ = ["RULES", "FalconState", "Rule", "falcon", "falcon_log_decay"]
 
 LARGEST_WINDOW = 8  # that the Triton kernels take
+SMALLEST_FLOOR = 1e-4  # the same for falcon2 and falcon2a, see `rescaled.py`
 
 
 def _samples(draw: Draw) -> Samples:
@@ -36,8 +37,14 @@ def _triton(*arguments: Any) -> tuple[Tensor, FalconState]:
     return falcon_triton(*arguments)
 
 
-def _limits(few: bool, backward: bool, *, rule: str = "falcon1", window: int = 4, **_: Any) -> Limits:
+def _limits(
+    few: bool, backward: bool, *, rule: str = "falcon1", window: int = 4, decay_floor: float = 1e-4, **_: Any
+) -> Limits:
     contract.one_of("rule", rule, tuple(RULES))
+    if RULES[rule].per_column and decay_floor < SMALLEST_FLOOR and not few:
+        return Limits(
+            cannot=f"decay_floor is {decay_floor}, and the Triton kernels of {rule} take {SMALLEST_FLOOR} and above"
+        )
     if RULES[rule].sliding and window > LARGEST_WINDOW:
         return Limits(cannot=f"window is {window}, and the Triton kernels take up to {LARGEST_WINDOW}")
     unproven = None
@@ -116,7 +123,9 @@ def falcon(
         _check_values(q, k, v, beta, ridge, mask, options)
     tensors = (q, k, v, beta, ridge, *state)
     few, backward = contract.few_tokens(tensors, mask, bounds), contract.needs_backward(tensors)
-    run = FALCON.resolve(level, q.shape[1], (q, k, v), _limits(few, backward, rule=rule, window=window))
+    run = FALCON.resolve(
+        level, q.shape[1], (q, k, v), _limits(few, backward, rule=rule, window=window, decay_floor=decay_floor)
+    )
     return run(q, k, v, beta, ridge, options, state, mask, bounds)
 
 

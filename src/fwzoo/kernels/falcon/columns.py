@@ -1,4 +1,4 @@
-"""Triton kernels of falcon2a: linear attention with one step and one decay for every value column.
+"""Triton kernels of falcon2a (and of the reads and writes of falcon2): linear attention with one step and one decay for every value column.
 
 Within a chunk, with log-decay prefix u_tv of column v and b_jv = eta_jv v_jv,
 
@@ -6,11 +6,13 @@ Within a chunk, with log-decay prefix u_tv of column v and b_jv = eta_jv v_jv,
 
 by halving: on every level the right half (2^level rows) of a block reads the left half, both rescaled to the border between them by factors
 F <= 1, so the work is one matrix product F * ((q x^T, masked) @ (F * b)) a level and no [C, C, V] tensor exists. Segments,
-states and the two directions are those of `associative.py`. A program holds a block of value columns.
+states and the two directions are those of `associative.py`. A program holds a block of value columns. Gradients of decays are
+summed pair by pair, so that none cancels: near the floor they are multiplied by 10^4. This is for float32; 16-bit inputs go to `rescaled.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,19 +21,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..associative import CUTS, FIXED, _segment, cut, scan
+from ..associative import FIXED, _segment, scan
 from ..gpu import block, dot, key_pointers, of_chunk, on_device, read, row_of, value_pointers
 from ..ranks import CHUNK, Ranks
+from .prepass import energy_backward
+from .rescaled import Rescaled
 from .rules import Options
 
-CUTS.update(
-    {
-        "column states": ((8192, 4, 2), (4096, 4, 1)),
-        "column values": ((8192, 4, 1), (4096, 4, 1)),
-        "column scores": ((8192, 8, 1), (2048, 4, 1)),
-        "column keys": ((8192, 8, 2), (4096, 4, 1)),
-    }
-)
+ROOM = {"states": 4096, "values": 4096, "scores": 2048, "keys": 4096}  # elements of a tile that a program holds
+
+
+def cut(kind: str, rows: int, columns: int) -> int:
+    """Columns of a tile `[rows, columns]` that one program holds."""
+    return min(block(columns), max(16, ROOM[kind] // block(rows)))
 
 
 @triton.jit
@@ -156,14 +158,12 @@ def _column_values(
     head_v,
     beta,
     d_o,
-    o,
     first,
     strength,
     upto,
     upto_low,
     state,
     before,
-    product,
     out,
     head_out,
     d_beta,
@@ -189,15 +189,14 @@ def _column_values(
     AFTER: tl.constexpr,
     DIVIDE: tl.constexpr,
     BACK: tl.constexpr,
-    LOW: tl.constexpr,
     PLAIN: tl.constexpr,
     MASKED: tl.constexpr,
     C: tl.constexpr,
 ):
     """Outputs of a segment from the state before it. BACK, from its end: gradients of values and gains.
 
-    BACK: `state` is the gradient after the segment; `before` the state before it (a segment is one chunk where LOW needs it);
-    `product` the sum over rows of state times gradient at its end. NIL is 0, unknown to the compiler.
+    BACK: `state` is the gradient after the segment, `before` the state before it: a segment is one chunk. NIL is 0, unknown to
+    the compiler.
     """
     q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     n, start, length, chunk, begin, end = _segment(q, docs, segment_doc, T, NC, NS, SEG, PLAIN, C)
@@ -207,9 +206,6 @@ def _column_values(
     in_k, in_v = (dk < K)[None, :], (dv < V)[None, :]
     own = ((q * H + h) * K + dk)[:, None] * V + dv[None, :]
     S = tl.load(state + own, mask=(dk < K)[:, None] & in_v, other=0.0)
-    crossing = tl.zeros([BV], tl.float32)
-    if BACK and not LOW:
-        crossing = tl.load(product + (q * H + h) * V + dv, mask=dv < V, other=0.0)
     missing = tl.load(first + n)
     for step in range(begin, end):
         i = step
@@ -235,17 +231,16 @@ def _column_values(
             given = read(d_o + row[:, None] * V + dv[None, :], token[:, None] & in_v)
             scores = dot(x, tl.trans(a))  # [j, t]
             found = dot(x, S.to(x.dtype)) * to_end
-            if LOW:
-                # log-decay s lies between what is written before s and read from s on: add exactly those pairs
-                y = read(vp[:, None] + dv[None, :], vok[:, None] & in_v)
-                S_before = tl.load(before + own, mask=(dk < K)[:, None] & in_v, other=0.0)
-                reads = dot(a, S_before) * from_start * given
-                d_log_decay = tl.cumsum(reads, 0, reverse=True)
-                if not AFTER:
-                    d_log_decay -= reads
-                d_log_decay += tl.cumsum(found * y * eta, 0) - found * y * eta
-                d_log_decay += tl.sum(S_before * S, 0)[None, :] * kept
-                forward_scores = dot(a, tl.trans(x))
+            # log-decay s lies between what is written before s and read from s on: add exactly those pairs
+            y = read(vp[:, None] + dv[None, :], vok[:, None] & in_v)
+            S_before = tl.load(before + own, mask=(dk < K)[:, None] & in_v, other=0.0)
+            reads = dot(a, S_before) * from_start * given
+            d_log_decay = tl.cumsum(reads, 0, reverse=True)
+            if not AFTER:
+                d_log_decay -= reads
+            d_log_decay += tl.cumsum(found * y * eta, 0) - found * y * eta
+            d_log_decay += tl.sum(S_before * S, 0)[None, :] * kept
+            forward_scores = dot(a, tl.trans(x))
             S = S * kept + dot(tl.trans(a), (given.to(tl.float32) * from_start).to(a.dtype))
         else:
             b = read(vp[:, None] + dv[None, :], vok[:, None] & in_v).to(tl.float32) * eta
@@ -264,7 +259,7 @@ def _column_values(
                 crossed = tl.where(_crosses(e[:, None], e[None, :], level), scores, 0.0)
             more = F * dot(crossed.to(a.dtype), F * given)
             found += more
-            if BACK and LOW:
+            if BACK:
                 crossed = tl.where(_crosses(e[:, None], e[None, :], level), forward_scores, 0.0)
                 pairs = more * y * eta + F * dot(crossed, F * y * eta) * given
                 between = _between(e[None, :], e[:, None], level, AFTER)
@@ -278,13 +273,6 @@ def _column_values(
             y = read(vp[:, None] + (dv + NIL * i)[None, :], vok[:, None] & in_v).to(tl.float32)
             op, ok = value_pointers(out, head_out, rows, n, start, length, missing, h, r, H, V, 1, SHIFT, MASKED)
             tl.store(op[:, None] + dv[None, :], found * eta, mask=ok[:, None] & in_v)
-            if not LOW:
-                answer = read(o + row[:, None] * V + dv[None, :], token[:, None] & in_v).to(tl.float32) * given
-                rest = answer - found * y * eta
-                d_log_decay = tl.cumsum(rest, 0, reverse=True) + crossing[None, :]
-                if not AFTER:
-                    d_log_decay -= answer
-                crossing += tl.sum(rest, 0)
             d_eta = found * y
             d_gamma = tl.where(raw >= decay_floor, d_log_decay / tl.maximum(raw, decay_floor), 0.0)
             d_gain = d_eta * inverse - d_gamma * tl.load(upto_low + at + e)[:, None]
@@ -438,7 +426,7 @@ def _column_keys(
 
 @dataclass(frozen=True)
 class Columns:
-    """One call of falcon2a: inputs `[B, T, H, .]` (contiguous), gates of `prepass.gates`, tables and options."""
+    """One call: inputs `[B, T, H, .]` (contiguous), gates of `prepass.gates`, tables and options."""
 
     q: Tensor
     k: Tensor
@@ -452,8 +440,11 @@ class Columns:
     options: Options
 
     @property
-    def _wide(self) -> bool:
-        return self.q.dtype == torch.float32
+    def _rescaled(self) -> Rescaled | None:
+        """What runs instead for 16-bit inputs."""
+        if self.q.dtype == torch.float32:
+            return None
+        return Rescaled(self.q, self.k, self.v, self.beta, self.head_x, self.found, self.ranks, self.options)
 
     def _common(self) -> dict[str, Any]:
         ranks, options = self.ranks, self.options
@@ -485,15 +476,15 @@ class Columns:
 
     def _cut(self, kind: str) -> tuple[tuple[int, int], dict[str, int]]:
         """Grid and launch options."""
-        columns, launch = cut(kind, self.k.shape[3], self.v.shape[3], self.k)
+        columns = cut(kind, self.k.shape[3], self.v.shape[3])
         grid = (self.ranks.segments * self.q.shape[2], triton.cdiv(self.v.shape[3], columns))
-        return grid, {"BV": columns, **launch}
+        return grid, {"BV": columns, "num_warps": 4, "num_stages": 1}
 
     def _states(self, left: Tensor, right: Tensor, back: bool) -> tuple[Tensor, Tensor]:
         segments, heads = self.ranks.segments, self.q.shape[2]
         state = self.q.new_empty(segments, heads, self.k.shape[3], self.v.shape[3], dtype=torch.float32)
         total = self.q.new_empty(segments, heads, self.v.shape[3], dtype=torch.float32)
-        grid, launch = self._cut("column states")
+        grid, launch = self._cut("states")
         _column_states[grid](
             left=left, head_x=self.head_x, right=right, head_v=self.head_v, state=state, total=total, BACK=back,
             **self._common(), **launch,
@@ -501,36 +492,39 @@ class Columns:
         return state, total
 
     def _values(self, state: Tensor, back: bool, **tensors: Tensor | None) -> None:
-        names = ("d_o", "o", "before", "product", "out", "head_out", "d_beta", "d_strength", "d_decay")
-        grid, launch = self._cut("column values")
+        names = ("d_o", "before", "out", "head_out", "d_beta", "d_strength", "d_decay")
+        grid, launch = self._cut("values")
         _column_values[grid](
             query=self.q, k=self.k, head_x=self.head_x, v=self.v, head_v=self.head_v, state=state, BACK=back,
-            LOW=self._wide, M=self.ranks.chunks, NIL=0, LEVELS=(CHUNK - 1).bit_length(), **{name: tensors.get(name) for name in names},
+            M=self.ranks.chunks, NIL=0, LEVELS=(CHUNK - 1).bit_length(), **{name: tensors.get(name) for name in names},
             **self._common(), **launch,
         )  # fmt: skip
 
     def _keys(self, d_o: Tensor, scores: Tensor, state: Tensor, out: Tensor, head_out: Tensor, back: bool) -> None:
         k_size, v_size = self.k.shape[3], self.v.shape[3]
-        columns, launch = cut("column keys", v_size, k_size, self.k)
+        columns = cut("keys", v_size, k_size)
         _column_keys[(self.ranks.segments * self.q.shape[2], triton.cdiv(k_size, columns))](
             query=self.q, k=self.k, head_x=self.head_x, v=self.v, head_v=self.head_v, d_o=d_o, scores=scores, state=state,
-            out=out, head_out=head_out, BACK=back, **{**self._common(), "BK": columns, "BV": block(v_size)}, **launch,
+            out=out, head_out=head_out, BACK=back, **{**self._common(), "BK": columns, "BV": block(v_size)}, num_warps=4,
+            num_stages=1,
         )  # fmt: skip
 
     def _scores(self, d_o: Tensor) -> Tensor:
         """`[M, H, C, C]` of `_column_scores`."""
         heads, v_size = self.q.shape[2], self.v.shape[3]
         scores = self.q.new_empty(self.ranks.chunks, heads, CHUNK, CHUNK)
-        columns, launch = cut("column scores", CHUNK, v_size, self.k)
+        columns = cut("scores", CHUNK, v_size)
         common = {name: x for name, x in self._common().items() if name not in ("segment_doc", "NS", "SEG", "K", "BK")}
         _column_scores[(self.ranks.chunks * heads,)](
             v=self.v, head_v=self.head_v, d_o=d_o, scores=scores, chunk_doc=self.ranks.chunk_doc, BV=columns,
-            LEVELS=(CHUNK - 1).bit_length(), **common, **launch,
+            LEVELS=(CHUNK - 1).bit_length(), num_warps=4, num_stages=1, **common,
         )  # fmt: skip
         return scores
 
     def forward(self, S: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Output, state after the last token, states before the segments and the segments' log-decay."""
+        if (rescaled := self._rescaled) is not None:
+            return rescaled.forward(S)
         o = torch.empty_like(self.v) if self.ranks.rows is None else torch.zeros_like(self.v)
         with on_device(self.q):
             states, total = self._states(self.k, self.v, False)
@@ -539,26 +533,46 @@ class Columns:
         return o, S, states, total
 
     def backward(
-        self, d_o: Tensor, o: Tensor, d_S: Tensor, S_end: Tensor, states: Tensor, total: Tensor
+        self,
+        d_o: Tensor,
+        o: Tensor,
+        d_S: Tensor,
+        S_end: Tensor,
+        states: Tensor,
+        total: Tensor,
+        through_gates: Callable[[Tensor, Tensor], Tensor | None] | None = None,
     ) -> tuple[Tensor, ...]:
-        """Gradients of q, k, v, beta, head_x, head_v, S, and beta times those of eta and gamma summed over columns."""
+        """Gradients of q, k, v, beta, head_x, head_v, S, and beta times those of eta and gamma summed over columns.
+
+        Args:
+            through_gates: gets the last two, `[M, H, C]`, and may return the gradient of the energies of keys, `[B * T, H]` by first row
+                plus rank, to be added to that of the keys.
+        """
         ranks, d_o = self.ranks, d_o.contiguous()
+        if (rescaled := self._rescaled) is not None:
+            found = rescaled.backward(d_o, o, d_S, S_end, states, total, through_gates)
+            return *found[:5], torch.zeros_like(self.head_v), *found[5:]
         make = torch.empty_like if ranks.rows is None else torch.zeros_like
         d_q, d_beta = make(self.q), make(self.beta)
         d_k, d_v = (make(x) if ranks.docs is None else torch.zeros_like(x) for x in (self.k, self.v))
         if self.options.shifted and ranks.docs is None:  # the last key belongs to no pair
             d_k[:, -1] = 0
         d_head_x, d_head_v = torch.zeros_like(self.head_x), torch.zeros_like(self.head_v)
-        parts = self._cut("column values")[0][1]
+        parts = self._cut("values")[0][1]
         sums = self.q.new_empty(2, parts, ranks.chunks, self.q.shape[2], CHUNK, dtype=torch.float32)
         with on_device(self.q):
             d_states, _ = self._states(self.q, d_o, True)
-            d_S, product = scan(d_states, total, d_S, ranks, states, S_end)
+            d_S, _ = scan(d_states, total, d_S, ranks, states, S_end)
             scores = self._scores(d_o)
             self._keys(d_o, scores, states, d_q, d_head_x, False)
             self._keys(d_o, scores, d_states, d_k, d_head_x, True)
             self._values(
-                d_states, True, d_o=d_o, o=o, before=states, product=product.sum(2), out=d_v, head_out=d_head_v,
+                d_states, True, d_o=d_o, before=states, out=d_v, head_out=d_head_v,
                 d_beta=d_beta, d_strength=sums[0], d_decay=sums[1],
             )  # fmt: skip
-        return d_q, d_k, d_v, d_beta, d_head_x, d_head_v, d_S, *sums.sum(1)
+        d_strength, d_decay = sums.sum(1)
+        if through_gates is not None:
+            d_energy = through_gates(d_strength, d_decay)
+            if d_energy is not None:
+                energy_backward(self.k, self.head_x, d_energy, None, d_k, d_head_x, ranks, self.options)
+        return d_q, d_k, d_v, d_beta, d_head_x, d_head_v, d_S, d_strength, d_decay

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gpu import block, key_pointers, of_chunk, on_device, read, row_of, tables
+from ..gpu import block, key_pointers, launch, of_chunk, on_device, read, row_of, tables
 from ..ranks import CHUNK, Ranks, ranks_of
 from .rules import RULES, FalconState, Options
 
@@ -57,7 +57,11 @@ def top_direction(gram, W: tl.constexpr):
     for _ in range(SQUARINGS):
         largest = tl.max(tl.max(tl.where(a == b, power, 0.0), 2), 1)  # of a semidefinite matrix: on its diagonal
         power = power * (1.0 / tl.maximum(largest, 1e-30))[:, None, None]
-        power = tl.sum(tl.expand_dims(power, 3) * tl.expand_dims(power, 1), 2)
+        square = tl.zeros_like(power)
+        for c in tl.static_range(W):
+            column = tl.sum(tl.where(b == c, power, 0.0), 2)
+            square += tl.expand_dims(column, 2) * tl.expand_dims(column, 1)
+        power = square
     weight = tl.max(tl.where(a == b, power, 0.0), 2)  # the diagonal
     best = tl.argmax(weight, 1)
     u = tl.sum(tl.where(b == best[:, None, None], power, 0.0), 2)
@@ -384,19 +388,21 @@ def gates(
         if energy and _top(options):
             energy = 2
             vector = k.new_empty(ranks.batch * ranks.tokens, heads, options.window, dtype=torch.float32)
-            width = triton.next_power_of_2(options.window)
+            width = 1 << (options.window - 1).bit_length()
             few = 16 if width > 4 else 32
             _top_eigenvalues[(ranks.chunks * heads, CHUNK // few)](
                 k, head_x, out[3], vector, **tables(ranks), **sizes, W=options.window, BW=width, ROWS=few
             )
-        _gates[(ranks.chunks * heads,)](
-            k,
-            head_x,
-            beta,
-            ridge,
-            first,
-            count,
-            *out,
+        launch(
+            _gates,
+            (ranks.chunks * heads,),
+            k=k,
+            head_x=head_x,
+            beta=beta,
+            ridge=ridge,
+            first=first,
+            count=count,
+            **dict(zip(("strength", "upto", "upto_low", "energy"), out.unbind(), strict=True)),
             **tables(ranks),
             **sizes,
             **_options(options),
@@ -433,17 +439,19 @@ def inputs_backward(
     live = options.step == "beta" or (options.scale_coupled and not options.rule.sliding)
     d_energy = ridge.new_empty(ranks.batch * ranks.tokens, heads, dtype=torch.float32)
     with on_device(ridge):
-        _gates_backward[(ranks.chunks * heads,)](
-            beta,
-            ridge,
-            first,
-            count,
-            found.found[3],
-            d_strength,
-            d_log_decay,
-            d_beta,
-            d_ridge,
-            d_energy,
+        launch(
+            _gates_backward,
+            (ranks.chunks * heads,),
+            beta=beta,
+            ridge=ridge,
+            first=first,
+            count=count,
+            energy=found.found[3],
+            d_strength=d_strength,
+            d_log_decay=d_log_decay,
+            d_beta=d_beta,
+            d_ridge=d_ridge,
+            d_energy=d_energy,
             **tables(ranks),
             **_options(options),
             H=heads,
@@ -475,28 +483,42 @@ def gates_backward(
     Args:
         d_k: `[B, T, H, K]`, d_head_x `[N, H, W, K]`: changed in place.
     """
-    heads, k_size = k.shape[2:]
     d_beta, d_ridge, d_energy = inputs_backward(
         beta, ridge, first, count, found, d_strength, d_log_decay, ranks, options
     )
     if d_energy is not None:
-        with on_device(k):
-            _energy_backward[(ranks.chunks * heads,)](
-                k,
-                head_x,
-                d_energy,
-                found.vector,
-                d_k,
-                d_head_x,
-                **tables(ranks),
-                H=heads,
-                K=k_size,
-                BK=block(k_size),
-                SHIFT=int(options.shifted),
-                W=options.window,
-                TOP=_top(options),
-            )
+        energy_backward(k, head_x, d_energy, found.vector, d_k, d_head_x, ranks, options)
     return d_beta, d_ridge
+
+
+def energy_backward(
+    k: Tensor,
+    head_x: Tensor,
+    d_energy: Tensor,
+    vector: Tensor | None,
+    d_k: Tensor,
+    d_head_x: Tensor,
+    ranks: Ranks,
+    options: Options,
+) -> None:
+    """Add the gradient of the energies (of `inputs_backward`) to those of the keys. vector: of `Gates`, where an energy is an eigenvalue."""
+    heads, k_size = k.shape[2:]
+    with on_device(k):
+        _energy_backward[(ranks.chunks * heads,)](
+            k,
+            head_x,
+            d_energy,
+            vector,
+            d_k,
+            d_head_x,
+            **tables(ranks),
+            H=heads,
+            K=k_size,
+            BK=block(k_size),
+            SHIFT=int(options.shifted),
+            W=options.window,
+            TOP=_top(options),
+        )
 
 
 # --- options and tables as an operator's arguments ---

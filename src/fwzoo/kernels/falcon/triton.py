@@ -14,7 +14,7 @@ from ..gpu import custom
 from ..ranks import CHUNK, Ranks, make_ranks
 from .columns import Columns
 from .delta import regression
-from .prepass import Gates, gates, gates_backward, heads_of, inputs_backward, pack, unpack
+from .prepass import Gates, gates, heads_of, inputs_backward, pack, unpack
 from .residuals import residuals
 from .rules import RULES, FalconState, Options
 
@@ -58,7 +58,7 @@ def falcon_triton(
         mask,
         bounds,
         overlap=options.window - 1,
-        segment=segment_length(q.shape[0] * q.shape[1] // CHUNK, q.shape[2], q),
+        segment=segment_length(q, options.window - 1),
     )
     q, k, v, beta, ridge = (x.contiguous() for x in (q, k, v, beta, ridge))
     head_x, head_v, first = heads_of(state, options)
@@ -150,8 +150,8 @@ def _forward(
     ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
     found, vector = gates(k, head_x, beta, ridge, first, count, ranks, options)
     if options.rule.per_column:
-        call = Columns(q, k, v, beta, head_x, head_v, first, found, ranks, options)
-        return *call.forward(S), found, vector
+        columns = Columns(q, k, v, beta, head_x, head_v, first, found, ranks, options)
+        return *columns.forward(S), found, vector
     o, S, _, kept = _call(q, k, v, head_x, head_v, first, found, ranks, options).forward(S, S.new_empty(0))
     return o, S, kept.states, kept.total, found, vector
 
@@ -200,15 +200,6 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
     gates_found = Gates(found, vector)
-    if options.rule.per_column:
-        columns = Columns(q, k, v, beta, head_x, head_v, first, found, ranks, options)
-        d_q, d_k, d_v, d_beta, d_head_x, d_head_v, d_S, d_strength, d_log_decay = columns.backward(
-            d_o, o, d_S, S_end, states, total
-        )
-        _, d_ridge = gates_backward(
-            k, head_x, beta, ridge, first, count, gates_found, d_strength, d_log_decay, d_k, d_head_x, ranks, options
-        )
-        return d_q, d_k, d_v, d_beta, d_ridge, d_head_x, d_head_v, d_S
     gradients: list[Tensor] = []
 
     def through_gates(d_strength: Tensor, d_log_decay: Tensor) -> Tensor | None:
@@ -218,6 +209,12 @@ def _backward(
         gradients.extend((d_beta, d_ridge))
         return d_energy
 
+    if options.rule.per_column:
+        columns = Columns(q, k, v, beta, head_x, head_v, first, found, ranks, options)
+        d_q, d_k, d_v, d_beta, d_head_x, d_head_v, d_S, *_ = columns.backward(
+            d_o, o, d_S, S_end, states, total, through_gates
+        )
+        return d_q, d_k, d_v, d_beta, gradients[1], d_head_x, d_head_v, d_S
     call, none = _call(q, k, v, head_x, head_v, first, found, ranks, options), d_S.new_empty(0)
     d_q, d_k, d_v, d_head_x, d_head_v, d_S, _ = call.backward(
         d_o, o, d_S, none, S_end, none, Kept(states, none, total, none), through_gates

@@ -30,7 +30,7 @@ def linear_attention_triton(
     """Triton form over `[B, T, H, .]`; arguments are those of `fwzoo.kernels.linear_attention`, checked."""
     if q.shape[1] == 1 and few_tokens((q, k, v, log_decay, *state), mask, bounds):
         return _one_token(q, k, v, log_decay, normalize, eps, state, mask)
-    ranks = make_ranks(q, mask, bounds, segment=segment_length(q.shape[0] * q.shape[1] // CHUNK, q.shape[2], q))
+    ranks = make_ranks(q, mask, bounds, segment=segment_length(q, 0))
     q, k, v = (x.contiguous() for x in (q, k, v))
     o, S, z, *_ = _linear_attention(
         q,
