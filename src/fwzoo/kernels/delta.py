@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .contract import INTERPRETING
-from .gpu import block, key_pointers, of_chunk, on_device, read, row_of, tables
+from .gpu import block, key_pointers, launch, of_chunk, on_device, parts, read, row_of, tables
 from .ranks import CHUNK, Ranks
 
 FIXED = ["T", "NC"]  # no recompilation for another length
@@ -595,7 +595,7 @@ def _settings(name: str, q: Tensor, v: Tensor, ranks: Ranks, form: Form) -> dict
     own["BV"] = min(own["BV"], max(64, block(V)))
     own["BK"] = min(own["BK"], max(64, block(K))) if "BK" in own else max(64, block(K))
     if name in ("scan", "scan_backward") and q.dtype == torch.bfloat16:
-        few = ranks.documents * q.shape[2] * triton.cdiv(V, own["BV"]) < 64  # states: cut them finer
+        few = ranks.documents * q.shape[2] * parts(V, own["BV"]) < 64  # states: cut them finer
         if K > 128:
             own |= {"BV": 32, "num_stages": 2}
         elif few:
@@ -619,14 +619,6 @@ def kept_like(q: Tensor, v: Tensor, chunks: int, squares: tuple[int, ...] = ()) 
     sizes = (*squares, CHUNK, CHUNK), (V, CHUNK), (V, K)
     square, residual_t, borders_t = (q.new_empty(M, *size, dtype=work) for size in sizes)
     return square, residual_t, borders_t
-
-
-NO_GATES: dict[str, Any] = dict.fromkeys(("beta", "ridge", "first", "energy")) | {
-    "eps": 0.0,
-    "decay_floor": 0.0,
-    "DIVIDE": False,
-    "COUPLED": False,
-}
 
 
 def delta_forward(
@@ -654,21 +646,23 @@ def delta_forward(
     V, (solve, residual_t, borders_t) = v.shape[3], kept_like(q, v, ranks.chunks)
     from_S = q.new_empty(M, CHUNK, q.shape[3], dtype=solve.dtype)
     o, S_out = (torch.empty_like if ranks.rows is None else torch.zeros_like)(v), torch.empty_like(S)
-    gates = (strength, upto, upto_low)
+    given = {"q": q, "k": k, "head": head, "v": v, "strength": strength, "upto": upto, "upto_low": upto_low, "o": o}
+    given |= {
+        "solve": solve,
+        "from_S": from_S,
+        "from_v_t": residual_t,
+        "residual_t": residual_t,
+        "borders_t": borders_t,
+    }
     with on_device(q):
         settings = _settings("solve", q, v, ranks, form)
-        solve_kernel[(M,)](
-            k, head, v, *gates, solve=solve, from_S=from_S, from_v_t=residual_t, **(falcon or NO_GATES),
-            GATED=falcon is not None, **settings,
-        )  # fmt: skip
+        launch(solve_kernel, (M,), **given, **(falcon or {}), GATED=falcon is not None, **settings)
         settings = _settings("scan", q, v, ranks, form)
-        scan_kernel[(triton.cdiv(V, settings["BV"]), ranks.documents * heads)](
-            k, head, S, S_out, *gates, from_S=from_S, residual_t=residual_t, borders_t=borders_t, **settings
+        launch(
+            scan_kernel, (parts(V, settings["BV"]), ranks.documents * heads), **given, S_in=S, S_out=S_out, **settings
         )
         settings = _settings("read", q, v, ranks, form)
-        read_kernel[(M, triton.cdiv(V, settings["BV"]))](
-            q, k, head, *gates, residual_t=residual_t, borders_t=borders_t, o=o, scale=form.scale, **settings
-        )
+        launch(read_kernel, (M, parts(V, settings["BV"])), **given, scale=form.scale, **settings)
     return o, S_out, solve, residual_t, borders_t
 
 
@@ -698,35 +692,27 @@ def delta_backward(
     d_q, d_k, d_v, d_head = make(q), make(k), make(v), torch.zeros_like(head)
     d_strength, d_log_decay = torch.empty_like(strength), torch.empty_like(upto)
     d_S = torch.empty_like(d_S_out)
-    gates = (strength, upto, upto_low)
+    given = {"q": q, "k": k, "head": head, "d_o": d_o, "strength": strength, "upto": upto, "upto_low": upto_low}
+    given |= {"solve": solve, "to_r": to_r, "from_o_t": d_residual_t, "d_o_t": d_o_t, "scale": form.scale}
+    given |= {
+        "residual_t": residual_t,
+        "d_residual_t": d_residual_t,
+        "borders_t": borders_t,
+        "d_borders_t": d_borders_t,
+    }
+    given |= {
+        "d_q": d_q,
+        "d_k": d_k,
+        "d_head": d_head,
+        "d_v": d_v,
+        "d_strength": d_strength,
+        "d_log_decay": d_log_decay,
+    }
     with on_device(q):
-        settings = _settings("transposed_solve", q, v, ranks, form)
-        transposed_solve_kernel[(M,)](
-            q,
-            k,
-            head,
-            d_o,
-            *gates,
-            solve=solve,
-            to_r=to_r,
-            from_o_t=d_residual_t,
-            d_o_t=d_o_t,
-            scale=form.scale,
-            **settings,
-        )
+        launch(transposed_solve_kernel, (M,), **given, **_settings("transposed_solve", q, v, ranks, form))
         settings = _settings("scan_backward", q, v, ranks, form)
-        scan_backward_kernel[(triton.cdiv(V, settings["BV"]), ranks.documents * heads)](
-            q, k, head, d_S_out, d_S, *gates, to_r=to_r, d_residual_t=d_residual_t, d_o_t=d_o_t, d_borders_t=d_borders_t,
-            **settings,
-        )  # fmt: skip
-        settings = _settings("query_gradient", q, v, ranks, form)
-        query_gradient_kernel[(M,)](
-            q, k, head, d_o, *gates, residual_t=residual_t, borders_t=borders_t, d_q=d_q, d_k=d_k, d_head=d_head,
-            d_log_decay=d_log_decay, scale=form.scale, **settings,
-        )  # fmt: skip
-        settings = _settings("key_gradient", q, v, ranks, form)
-        key_gradient_kernel[(M,)](
-            k, head, *gates, residual_t=residual_t, d_residual_t=d_residual_t, borders_t=borders_t, d_borders_t=d_borders_t,
-            d_k=d_k, d_head=d_head, d_v=d_v, d_strength=d_strength, d_log_decay=d_log_decay, **settings,
-        )  # fmt: skip
+        grid = (parts(V, settings["BV"]), ranks.documents * heads)
+        launch(scan_backward_kernel, grid, **given, dS_in=d_S_out, dS_out=d_S, **settings)
+        launch(query_gradient_kernel, (M,), **given, **_settings("query_gradient", q, v, ranks, form))
+        launch(key_gradient_kernel, (M,), **given, **_settings("key_gradient", q, v, ranks, form))
     return d_q, d_k, d_head, d_v, d_strength, d_log_decay, d_S

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..contract import INTERPRETING
-from ..gpu import block, custom, dot, key_pointers, of_chunk, on_device, read, row_of, tables
+from ..gpu import block, custom, dot, key_pointers, launch, of_chunk, on_device, parts, read, row_of, tables
 from ..ranks import CHUNK, Ranks
 from .columns import Columns
 from .prepass import Gates, gates, gates_backward, pack, unpack
@@ -332,15 +332,17 @@ def _forward_run(
     borders = k.new_empty(M, k_size, v_size)
     states = wide(ranks.segments, heads, k_size, v_size, dtype=torch.float32)
     total = wide(ranks.segments, heads, v_size, dtype=torch.float32)
-    parts, lanes, programs = triton.cdiv(v_size, SIZES[0]), ranks.documents * heads, min(PROGRAMS, M)
+    blocks, lanes, programs = parts(v_size, SIZES[0]), ranks.documents * heads, min(PROGRAMS, M)
     common = _common(k, head_x, v, beta, found, ranks, options)
     with on_device(k):
-        residual_kernel[(parts, lanes)](
+        launch(
+            residual_kernel, (blocks, lanes),
             given=v, S_in=S, S_out=S_out, out=r, reads=reads, pairs=None, borders=borders, states=states, total=total,
-            scratch=_scratch(k, lanes * parts), SEG=ranks.segment, NS=ranks.segments // ranks.documents, BACK=False, **common,
+            scratch=_scratch(k, lanes * blocks), SEG=ranks.segment, NS=ranks.segments // ranks.documents, BACK=False, **common,
         )  # fmt: skip
-        column_read_kernel[(programs, parts)](
-            q=q, r=r, borders=borders, o=o, scratch=_scratch(k, programs * parts), tiles=M, AFTER=options.read_after_write, **common,
+        launch(
+            column_read_kernel, (programs, blocks),
+            q=q, r=r, borders=borders, o=o, scratch=_scratch(k, programs * blocks), tiles=M, AFTER=options.read_after_write, **common,
         )  # fmt: skip
     return o, S_out, states, total, r, reads
 
@@ -350,11 +352,12 @@ def _backward_run(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of the residuals in all, and pair keys by token. d_r: those through what the residuals write."""
     make = torch.empty_like if ranks.rows is None else torch.zeros_like
-    out, pairs, parts, lanes = make(d_r), make(k), triton.cdiv(d_r.shape[3], SIZES[0]), ranks.documents * k.shape[2]
+    out, pairs, blocks, lanes = make(d_r), make(k), parts(d_r.shape[3], SIZES[0]), ranks.documents * k.shape[2]
     with on_device(k):
-        residual_kernel[(parts, lanes)](
+        launch(
+            residual_kernel, (blocks, lanes),
             given=d_r, S_in=S, S_out=torch.empty_like(S), out=out, reads=None, pairs=pairs, borders=None, states=None, total=None,
-            scratch=_scratch(k, lanes * parts), SEG=1, NS=1, BACK=True, **_common(k, head_x, d_r, beta, found, ranks, options),
+            scratch=_scratch(k, lanes * blocks), SEG=1, NS=1, BACK=True, **_common(k, head_x, d_r, beta, found, ranks, options),
         )  # fmt: skip
     return out, pairs
 
@@ -463,8 +466,9 @@ def _backward(
     )
     d_k, d_head_x = d_k + more_k, d_head_x + more_head_x
     with on_device(k):
-        pair_kernel[(ranks.chunks * k.shape[2],)](
-            d_pairs, d_k, d_head_x, **tables(ranks), H=k.shape[2], K=k.shape[3], BK=block(k.shape[3]), SHIFT=int(options.shifted)
+        launch(
+            pair_kernel, (ranks.chunks * k.shape[2],), d_x=d_pairs, d_k=d_k, d_head_x=d_head_x, **tables(ranks), H=k.shape[2],
+            K=k.shape[3], BK=block(k.shape[3]), SHIFT=int(options.shifted),
         )  # fmt: skip
     _beta, d_ridge = gates_backward(
         k, head_x, beta, ridge, first, count, Gates(found, found.new_empty(0)), d_strength + more_strength,

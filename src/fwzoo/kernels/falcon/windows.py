@@ -31,7 +31,7 @@ from ..delta import (
     scan_kernel,
     work_dtype,
 )
-from ..gpu import block, key_pointers, of_chunk, on_device, value_pointers
+from ..gpu import block, key_pointers, launch, of_chunk, on_device, parts, value_pointers
 from ..ranks import CHUNK, Ranks
 
 
@@ -727,32 +727,27 @@ def window_forward(
     programs = min(PROGRAMS, M)
     scratch = q.new_zeros(programs, 10, C, C, dtype=torch.float32)  # finite: rows beside a matrix are read, and times 0
     o, S_out = (torch.empty_like if ranks.rows is None else torch.zeros_like)(v), torch.empty_like(S)
-    gates = (strength, upto, upto_low)
+    given = {
+        "q": q,
+        "k": k,
+        "head": head_x,
+        "v": v,
+        "head_v": head_v,
+        "first": first,
+        "o": o,
+        "scratch": scratch,
+        "total": M,
+    }
+    given |= {"strength": strength, "upto": upto, "upto_low": upto_low, "responses": responses, "from_S": from_S}
+    given |= {"from_v_t": residual_t, "residual_t": residual_t, "borders_t": borders_t, "S_in": S, "S_out": S_out}
     with on_device(q):
-        settings = _settings("response", q, v, ranks, form)
-        response_kernel[(programs,)](
-            q,
-            k,
-            head_x,
-            *gates,
-            scratch=scratch,
-            responses=responses,
-            total=M,
-            BLOCK=8 if form.window <= 4 else 4,
-            **settings,
-        )
-        settings = _settings("apply", q, v, ranks, form)
-        apply_kernel[(M,)](
-            k, head_x, v, head_v, first, responses=responses, from_S=from_S, from_v_t=residual_t, **settings
-        )
+        rows = 8 if form.window <= 4 else 4
+        launch(response_kernel, (programs,), **given, BLOCK=rows, **_settings("response", q, v, ranks, form))
+        launch(apply_kernel, (M,), **given, **_settings("apply", q, v, ranks, form))
         settings = _settings("scan", q, v, ranks, form)
-        scan_kernel[(triton.cdiv(V, settings["BV"]), ranks.documents * heads)](
-            k, head_x, S, S_out, *gates, from_S=from_S, residual_t=residual_t, borders_t=borders_t, **settings
-        )
+        launch(scan_kernel, (parts(V, settings["BV"]), ranks.documents * heads), **given, **settings)
         settings = _settings("window_read", q, v, ranks, form)
-        window_read_kernel[(M, triton.cdiv(V, settings["BV"]))](
-            q, k, head_x, v, head_v, first, *gates, responses=responses, borders_t=borders_t, o=o, **settings
-        )
+        launch(window_read_kernel, (M, parts(V, settings["BV"])), **given, **settings)
     return o, S_out, responses, residual_t, borders_t
 
 
@@ -785,52 +780,54 @@ def window_backward(
     carry_k, carry_v = q.new_empty(M, shared, K), v.new_empty(M, shared, V)
     d_strength, d_log_decay = torch.empty_like(strength), torch.empty_like(upto)
     d_S = torch.empty_like(d_S_out)
-    gates = (strength, upto, upto_low)
-    width = triton.next_power_of_2(form.window)
     programs = min(PROGRAMS, M)
     scratch = q.new_zeros(programs, 13, C, C, dtype=torch.float32)
     history = q.new_empty(programs, 3, C, form.window, 2 * C, dtype=work)
     final, lead = q.new_empty(M, C, 2 * C, dtype=work), q.new_empty(M, C, 2 * C, dtype=work)
     near_gram, near_score = strength.new_empty(M, C, form.window, form.window), strength.new_empty(M, C, form.window)
+    given = {
+        "q": q,
+        "k": k,
+        "head": head_x,
+        "v": v,
+        "head_v": head_v,
+        "first": first,
+        "d_o": d_o,
+        "responses": responses,
+    }
+    given |= {
+        "strength": strength,
+        "upto": upto,
+        "upto_low": upto_low,
+        "to_r": to_r,
+        "from_o_t": d_residual_t,
+        "d_o_t": d_o_t,
+    }
+    given |= {
+        "residual_t": residual_t,
+        "d_residual_t": d_residual_t,
+        "borders_t": borders_t,
+        "d_borders_t": d_borders_t,
+    }
+    given |= {"d_q": d_q, "d_k": d_k, "d_head": d_head_x, "carry_k": carry_k, "d_v": d_v, "d_head_v": d_head_v}
+    given |= {"carry_v": carry_v, "d_strength": d_strength, "d_log_decay": d_log_decay, "d_responses": d_responses}
+    given |= {
+        "d_couplings": d_couplings,
+        "final": final,
+        "lead": lead,
+        "near_gram": near_gram,
+        "near_score": near_score,
+    }
     with on_device(q):
-        settings = _settings("apply", q, v, ranks, form)
-        window_transposed_kernel[(M,)](
-            k, head_x, d_o, *gates, responses=responses, to_r=to_r, from_o_t=d_residual_t, d_o_t=d_o_t, **settings
-        )
+        launch(window_transposed_kernel, (M,), **given, **_settings("apply", q, v, ranks, form))
         settings = _settings("scan_backward", q, v, ranks, form)
-        scan_backward_kernel[(triton.cdiv(V, settings["BV"]), ranks.documents * heads)](
-            q, k, head_x, d_S_out, d_S, *gates, to_r=to_r, d_residual_t=d_residual_t, d_o_t=d_o_t, d_borders_t=d_borders_t,
-            **settings,
-        )  # fmt: skip
-        settings = _settings("window_product", q, v, ranks, form)
-        window_product_kernel[(M,)](
-            k, head_x, v, head_v, first, d_o, responses=responses, d_responses=d_responses, borders_t=borders_t,
-            d_borders_t=d_borders_t, d_v=d_v, d_head_v=d_head_v, carry_v=carry_v, **settings,
-        )  # fmt: skip
-        settings = _settings("response", q, v, ranks, form)
-        left = {"final": final, "lead": lead, "near_gram": near_gram, "near_score": near_score}
-        response_backward_kernel[(programs,)](
-            q, k, head_x, *gates, scratch=scratch, history=history, d_responses=d_responses, d_strength=d_strength,
-            d_log_decay=d_log_decay, total=M, BLOCK=4 if form.window <= 4 else 2, **left, **settings,
-        )  # fmt: skip
-        settings = _settings("coupling", q, v, ranks, form)
-        coupling_kernel[(M,)](
-            q,
-            k,
-            head_x,
-            *gates,
-            d_responses=d_responses,
-            d_couplings=d_couplings,
-            d_log_decay=d_log_decay,
-            **left,
-            **settings,
-        )
-        settings = _settings("window_gradient", q, v, ranks, form)
-        window_gradient_kernel[(M,)](
-            q, k, head_x, d_o, *gates, residual_t=residual_t, d_residual_t=d_residual_t, borders_t=borders_t,
-            d_borders_t=d_borders_t, d_couplings=d_couplings, d_q=d_q, d_k=d_k, d_head=d_head_x, carry_k=carry_k,
-            d_log_decay=d_log_decay, **settings,
-        )  # fmt: skip
+        grid = (parts(V, settings["BV"]), ranks.documents * heads)
+        launch(scan_backward_kernel, grid, **given, dS_in=d_S_out, dS_out=d_S, **settings)
+        launch(window_product_kernel, (M,), **given, **_settings("window_product", q, v, ranks, form))
+        settings = {"BLOCK": 4 if form.window <= 4 else 2, **_settings("response", q, v, ranks, form)}
+        launch(response_backward_kernel, (programs,), **given, scratch=scratch, history=history, total=M, **settings)
+        launch(coupling_kernel, (M,), **given, **_settings("coupling", q, v, ranks, form))
+        launch(window_gradient_kernel, (M,), **given, **_settings("window_gradient", q, v, ranks, form))
         settings = {**_settings("apply", q, v, ranks, form), "BK": block(K), "BV": block(V)}
-        carry_kernel[(M,)](d_k, d_head_x, d_v, d_head_v, first, carry_k, carry_v, BW=width, **settings)
+        launch(carry_kernel, (M,), **given, BW=1 << (form.window - 1).bit_length(), **settings)
     return d_q, d_k, d_head_x, d_v, d_head_v, d_strength, d_log_decay, d_S
