@@ -59,6 +59,7 @@ def _forward(
     numbers: list[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
+    falcon = None
     if options.window == 1 and k.dtype != torch.float32:  # the kernel that solves a chunk makes the gates as well
         found, vector = k.new_empty(4, ranks.chunks, k.shape[2], CHUNK, dtype=torch.float32), k.new_empty(0).float()
         falcon = {
@@ -71,13 +72,13 @@ def _forward(
             "DIVIDE": options.step == "beta",
             "COUPLED": options.scale_coupled,
         }
-        results = delta_forward(q, k, head_x, v, *found[:3], S, ranks, _form(options), falcon)
-        return *results, found, vector
-    found, vector = gates(k, head_x, beta, ridge, first, count, ranks, options)
-    if options.window > 1:
-        results = window_forward(q, k, head_x, v, head_v, first, *found[:3], S, ranks, _form(options))
     else:
-        results = delta_forward(q, k, head_x, v, *found[:3], S, ranks, _form(options))
+        found, vector = gates(k, head_x, beta, ridge, first, count, ranks, options)
+    strength, upto, upto_low, _energy = found
+    if options.window > 1:
+        results = window_forward(q, k, head_x, v, head_v, first, strength, upto, upto_low, S, ranks, _form(options))
+    else:
+        results = delta_forward(q, k, head_x, v, strength, upto, upto_low, S, ranks, _form(options), falcon)
     return *results, found, vector
 
 
@@ -124,6 +125,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
     d_o, d_S_out = d_o.contiguous(), d_S_out.contiguous()
+    strength, upto, upto_low, _energy = found
     if options.window > 1:
         d_q, d_k, d_head_x, d_v, d_head_v, d_strength, d_log_decay, d_S = window_backward(
             q,
@@ -132,7 +134,9 @@ def _backward(
             v,
             head_v,
             first,
-            *found[:3],
+            strength,
+            upto,
+            upto_low,
             solve,
             residual_t,
             borders_t,
@@ -143,7 +147,7 @@ def _backward(
         )
     else:
         d_q, d_k, d_head_x, d_v, d_strength, d_log_decay, d_S = delta_backward(
-            q, k, head_x, v, *found[:3], solve, residual_t, borders_t, d_o, d_S_out, ranks, _form(options)
+            q, k, head_x, v, strength, upto, upto_low, solve, residual_t, borders_t, d_o, d_S_out, ranks, _form(options)
         )
         d_head_v = torch.zeros_like(head_v)
     d_beta, d_ridge = gates_backward(

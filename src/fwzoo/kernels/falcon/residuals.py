@@ -9,6 +9,8 @@ the state through later reads,
 
 and the reads S_{t-1}^T x_t are differentiated as falcon2a reading before it writes, with x for queries and -d_r for gradient.
 """
+# mypy: disable-error-code="assignment, misc, var-annotated"
+# (in a kernel, a tuple grows)
 
 from __future__ import annotations
 
@@ -134,7 +136,7 @@ def residual_kernel(
                 at = (c * H + h) * C + slot
                 present = i * C + slot < length
                 its_row = row_of(rows, start, i * C + slot, present, MASKED) * H + h
-                where = in_v & present
+                where = dv < tl.where(present, V, 0)
                 gain, gamma = _gate(beta, upto, upto_low, at, its_row * V + dv, where, decay_floor, DIVIDE)
                 etas, gammas = etas + (gain * tl.load(strength + at),), gammas + (gamma,)
                 values = values + (read(given + its_row * V + dv, where).to(tl.float32),)
@@ -161,7 +163,7 @@ def residual_kernel(
                     slot = C - 1 - slot
                 present = i * C + slot < length
                 its_row = row_of(rows, start, i * C + slot, present, MASKED) * H + h
-                where = in_v & present
+                where = dv < tl.where(present, V, 0)
                 tl.store(out + its_row * V + dv, found[t].to(out.dtype.element_ty), mask=where)
                 if not BACK:
                     tl.store(reads + its_row * V + dv, seen[t].to(reads.dtype.element_ty), mask=where)
@@ -230,7 +232,7 @@ def column_read_kernel(
                 at = (c * H + h) * C + slot
                 present = i * C + slot < length
                 its_row = row_of(rows, start, i * C + slot, present, MASKED) * H + h
-                where = in_v & present
+                where = dv < tl.where(present, V, 0)
                 gain, gamma = _gate(beta, upto, upto_low, at, its_row * V + dv, where, decay_floor, DIVIDE)
                 gammas = gammas + (gamma,)
                 z = gain * tl.load(strength + at) * read(r + its_row * V + dv, where).to(tl.float32)
@@ -251,7 +253,7 @@ def column_read_kernel(
                 slot = begin + t
                 present = i * C + slot < length
                 its_row = row_of(rows, start, i * C + slot, present, MASKED) * H + h
-                tl.store(o + its_row * V + dv, found[t].to(o.dtype.element_ty), mask=in_v & present)
+                tl.store(o + its_row * V + dv, found[t].to(o.dtype.element_ty), mask=dv < tl.where(present, V, 0))
                 tl.store(write_at + slot * BV + own_v, written[t])
             tl.store(kept_at + own_v, kept)
             tl.debug_barrier()

@@ -9,6 +9,8 @@ its slots (the first W - 1 are the last pairs of the chunk before) and the incom
 window's keys read of the current state, p what was written to them so far, hat the final weight of every pair that has left
 the window, as of the token it was last written by. The state is then carried by the scans of `kernels/delta.py`.
 """
+# mypy: disable-error-code="assignment, misc, var-annotated"
+# (in a kernel, a tuple grows)
 
 from __future__ import annotations
 
