@@ -289,7 +289,7 @@ def pair_kernel(
     tl.store(to, (read(to, where).to(tl.float32) + extra).to(d_k.dtype.element_ty), mask=where)
 
 
-SIZES = 64, 8  # columns of a program, rows of a block
+COLUMNS, ROWS = 64, 8  # value columns of a program, rows of a block
 PROGRAMS = 264  # of `column_read_kernel`: two for each multiprocessor of an H200
 
 
@@ -309,8 +309,8 @@ def _common(
         "K": k.shape[3],
         "V": v.shape[3],
         "BK": max(64, block(k.shape[3])),
-        "BV": SIZES[0],
-        "N": SIZES[1],
+        "BV": _columns(k),
+        "N": ROWS,
         "SHIFT": int(options.shifted),
         "DIVIDE": options.step == "beta",
         "PRECISION": "ieee" if INTERPRETING else "tf32x3" if k.dtype == torch.float32 else "tf32",
@@ -319,8 +319,13 @@ def _common(
     }
 
 
+def _columns(k: Tensor) -> int:
+    """Value columns of a program: the state `[K, columns]` lies in its registers, and in shared memory as an operand."""
+    return COLUMNS // (2 if k.shape[3] > 128 else 1) // (2 if k.dtype == torch.float32 else 1)
+
+
 def _scratch(k: Tensor, programs: int) -> Tensor:
-    return k.new_empty(programs, CHUNK * CHUNK + (2 * CHUNK + 1) * SIZES[0], dtype=torch.float32)
+    return k.new_empty(programs, CHUNK * CHUNK + (2 * CHUNK + 1) * _columns(k), dtype=torch.float32)
 
 
 def _forward_run(
@@ -334,7 +339,7 @@ def _forward_run(
     borders = k.new_empty(M, k_size, v_size)
     states = wide(ranks.segments, heads, k_size, v_size, dtype=torch.float32)
     total = wide(ranks.segments, heads, v_size, dtype=torch.float32)
-    blocks, lanes, programs = parts(v_size, SIZES[0]), ranks.documents * heads, min(PROGRAMS, M)
+    blocks, lanes, programs = parts(v_size, _columns(k)), ranks.documents * heads, min(PROGRAMS, M)
     common = _common(k, head_x, v, beta, found, ranks, options)
     with on_device(k):
         launch(
@@ -354,7 +359,7 @@ def _backward_run(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of the residuals in all, and pair keys by token. d_r: those through what the residuals write."""
     make = torch.empty_like if ranks.rows is None else torch.zeros_like
-    out, pairs, blocks, lanes = make(d_r), make(k), parts(d_r.shape[3], SIZES[0]), ranks.documents * k.shape[2]
+    out, pairs, blocks, lanes = make(d_r), make(k), parts(d_r.shape[3], _columns(k)), ranks.documents * k.shape[2]
     with on_device(k):
         launch(
             residual_kernel, (blocks, lanes),
