@@ -28,7 +28,7 @@ def run(rule: str, given: dict[str, Tensor], options: dict[str, Any], dtype: tor
     if rule == "gated_delta":
         found = recurrence_cases.run(rule, given, options, dtype)
     else:
-        found = falcon_cases.run(given, options, dtype)
+        found = falcon_cases.run(given, {"rule": rule, **options}, dtype)
     return {name: x.cpu() for name, x in found.items()}
 
 
@@ -83,24 +83,66 @@ def draw(
     return falcon_cases.as_given(arguments, state=state)
 
 
-# the interpreter is slow: falcon2 and falcon3 there on a few vectors only
-BRIEF = {"falcon2": ["packed_state", "same_step_read_before_write"], "falcon3": ["packed_state", "same_step_state"]}
+PAIRINGS = [
+    {"pairing": p, "timing": t} for p in ("shifted", "same_step") for t in ("read_after_write", "read_before_write")
+]
+
+# every line compiles the kernels of four rules; those of the lines before are compiled already where sizes and dtype are the same
+SHAPES: list[tuple[torch.dtype, dict[str, Any]]] = [
+    (torch.bfloat16, {"tokens": 257, "k_size": 128, "v_size": 128}),
+    (torch.bfloat16, {"tokens": 4096, "k_size": 128, "v_size": 128}),
+    (torch.bfloat16, {"tokens": 1, "k_size": 128, "v_size": 128}),
+    (torch.float32, {"tokens": 300, "batch": 2}),
+    (torch.bfloat16, {"tokens": 700, "k_size": 96, "v_size": 48, "cu_seqlens": [0, 0, 7, 7, 105, 126, 700]}),
+    (torch.float16, {"tokens": 500, "k_size": 32, "v_size": 128, "mask": 0.8, "batch": 2}),
+    (torch.bfloat16, {"tokens": 200, "k_size": 256, "v_size": 256}),
+]
 
 
-def _where(path: Path) -> pytest.MarkDecorator:
-    return pytest.mark.triton if path.stem in BRIEF.get(path.parent.name, [path.stem]) else pytest.mark.gpu
-
-
+@pytest.mark.gpu
 @pytest.mark.parametrize(
-    "path", [pytest.param(path, marks=_where(path), id=f"{path.parent.name}-{path.stem}") for path in VECTORS]
+    ("rule", "dtype", "shape"),
+    [pytest.param(rule, *case, id=f"{rule}-{case[0]}-{case[1]}") for case in SHAPES for rule in RULES],
 )
-def test_vectors(path: Path) -> None:
-    options, given, expected = falcon_cases.load(path)
-    rule = path.parent.name
-    plain = run(rule, given, {**options, "level": "chunk"}, torch.float32)
-    found = run(rule, given, {**options, "level": "triton"}, torch.float32)
-    wrong = too_large({n: found[n] for n in expected}, expected, {n: plain[n] for n in expected}, torch.float32)
+def test_shapes(rule: str, dtype: torch.dtype, shape: dict[str, Any]) -> None:
+    shape = {"batch": 1, "heads": 3, "k_size": 64, "v_size": 64, **shape}
+    given = draw(rule, shape, **{n: shape[n] for n in ("batch", "tokens", "heads", "k_size", "v_size")})
+    # what a 16-bit call sees: inputs that are exact in its dtype
+    given = {name: x.to(dtype).double() if x.is_floating_point() else x for name, x in given.items()}
+    wrong = compare(rule, given, {}, dtype)
     assert not wrong, wrong
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", ["falcon1", "falcon2", "falcon3"])
+def test_options(rule: str) -> None:
+    """The other pairing and the other timing at once."""
+    given = draw(rule, {}, batch=1, tokens=150, heads=3, k_size=128, v_size=128)
+    given = {name: x.bfloat16().double() if x.is_floating_point() else x for name, x in given.items()}
+    wrong = compare(rule, given, PAIRINGS[-1], torch.bfloat16)
+    assert not wrong, wrong
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", RULES)
+def test_strides_and_graph(rule: str) -> None:
+    """Inputs that are not contiguous give the same, and a captured call replays."""
+    given = draw(rule, {}, batch=2, tokens=130, heads=3, k_size=64, v_size=64)
+    exact = run(rule, given, {"level": "triton"}, torch.float32)
+    strided = {n: torch.stack([x, x], -1)[..., 0] if x.is_floating_point() else x for n, x in given.items()}
+    again = run(rule, strided, {"level": "triton"}, torch.float32)
+    assert max(errors(again, exact).values()) == 0
+    operator = recurrence_cases.OPERATORS.get(rule, falcon_cases.falcon)
+    arguments = {n.removeprefix("in."): x.float().cuda() for n, x in given.items() if n.startswith("in.")}
+    arguments |= {"level": "triton"} if rule == "gated_delta" else {"level": "triton", "rule": rule}
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        before = operator(**arguments)[0].clone()
+        with torch.cuda.graph(graph):
+            o, _ = operator(**arguments)
+        o.zero_()
+        graph.replay()
+    assert torch.equal(o, before)
 
 
 SMALL: list[dict[str, Any]] = [
@@ -110,15 +152,6 @@ SMALL: list[dict[str, Any]] = [
     {"tokens": 150, "v_size": 20, "cu_seqlens": [0, 0, 7, 7, 105, 126, 150]},
     {"tokens": 150, "v_size": 20, "cu_seqlens": [0, 50, 150], "mask": 0.7},
 ]
-PAIRINGS = [
-    {"pairing": p, "timing": t} for p in ("shifted", "same_step") for t in ("read_after_write", "read_before_write")
-]
-OPTIONS: dict[str, list[dict[str, Any]]] = {
-    "gated_delta": [{}],
-    "falcon1": PAIRINGS,
-    "falcon2": PAIRINGS,
-    "falcon3": PAIRINGS,
-}
 
 
 @pytest.mark.triton
@@ -132,7 +165,7 @@ def test_small(rule: str, shape: dict[str, Any]) -> None:
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("options", OPTIONS["falcon1"][1:], ids=str)
+@pytest.mark.parametrize("options", PAIRINGS[1:], ids=str)
 def test_small_options(options: dict[str, Any]) -> None:
     given = draw("falcon1", {}, batch=1, tokens=70, heads=1, k_size=16, v_size=16)
     wrong = compare("falcon1", given, options, torch.float32)
@@ -160,70 +193,6 @@ def test_decay_at_the_floor(rule: str) -> None:
     assert not wrong, wrong
 
 
-SHAPES: list[dict[str, Any]] = [
-    {"tokens": 257, "k_size": 128, "v_size": 128},
-    {"tokens": 300, "k_size": 64, "v_size": 64, "batch": 3},
-    {"tokens": 500, "k_size": 32, "v_size": 128, "mask": 0.8, "batch": 2},
-    {"tokens": 700, "k_size": 96, "v_size": 48, "cu_seqlens": [0, 0, 7, 7, 105, 126, 700]},
-    {"tokens": 1},
-    {"tokens": 63, "k_size": 16, "v_size": 16},
-    {"tokens": 200, "k_size": 256, "v_size": 256},
-    {"tokens": 4096, "k_size": 128, "v_size": 128},
-]
-DTYPES = [torch.bfloat16, torch.float32, torch.float16]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("rule", "shape", "dtype"),
-    [
-        pytest.param(rule, shape, dtype, id=f"{rule}-{dtype}-{shape}")
-        for i, shape in enumerate(SHAPES)
-        for rule in RULES
-        for dtype in (DTYPES if i in (1, 2) else DTYPES[: 1 + (i < 4)])
-    ],
-)
-def test_shapes(rule: str, shape: dict[str, Any], dtype: torch.dtype) -> None:
-    shape = {"batch": 1, "heads": 3, "k_size": 64, "v_size": 64, **shape}
-    given = draw(rule, shape, **{n: shape[n] for n in ("batch", "tokens", "heads", "k_size", "v_size")})
-    # what a 16-bit call sees: inputs that are exact in its dtype
-    given = {name: x.to(dtype).double() if x.is_floating_point() else x for name, x in given.items()}
-    wrong = compare(rule, given, {}, dtype)
-    assert not wrong, wrong
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("options", PAIRINGS[1:], ids=str)
-@pytest.mark.parametrize("rule", ["falcon1", "falcon2", "falcon3"])
-def test_options(rule: str, options: dict[str, Any]) -> None:
-    given = draw(rule, {}, batch=1, tokens=150, heads=3, k_size=64, v_size=64)
-    given = {name: x.bfloat16().double() if x.is_floating_point() else x for name, x in given.items()}
-    wrong = compare(rule, given, options, torch.bfloat16)
-    assert not wrong, wrong
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rule", RULES)
-def test_strides_and_graph(rule: str) -> None:
-    """Inputs that are not contiguous give the same, and a captured call replays."""
-    given = draw(rule, {}, batch=2, tokens=130, heads=3, k_size=64, v_size=64)
-    exact = run(rule, given, {"level": "triton"}, torch.float32)
-    strided = {n: torch.stack([x, x], -1)[..., 0] if x.is_floating_point() else x for n, x in given.items()}
-    again = run(rule, strided, {"level": "triton"}, torch.float32)
-    assert max(errors(again, exact).values()) == 0
-    operator = recurrence_cases.OPERATORS.get(rule, falcon_cases.falcon)
-    arguments = {n.removeprefix("in."): x.float().cuda() for n, x in given.items() if n.startswith("in.")}
-    arguments["level"] = "triton"
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad():
-        before = operator(**arguments)[0].clone()
-        with torch.cuda.graph(graph):
-            o, _ = operator(**arguments)
-        o.zero_()
-        graph.replay()
-    assert torch.equal(o, before)
-
-
 @pytest.mark.triton
 def test_negative_control() -> None:
     """The comparison sees a key of the wrong token, and a state that was dropped."""
@@ -232,3 +201,52 @@ def test_negative_control() -> None:
     for name in ("state_in.key", "state_in.S"):
         found = run("falcon1", {**given, name: given[name].roll(1, -1)}, {"level": "triton"}, torch.float32)
         assert max(errors(found, exact).values()) > 1e-3
+
+
+# The interpreter is slow, and so is compiling: of falcon2 and falcon3 there few vectors, on a GPU those that share kernels.
+INTERPRETED = {
+    "falcon2": ["packed_state", "same_step_read_before_write"],
+    "falcon3": ["packed_state", "same_step_state"],
+}
+COMPILED = {
+    "falcon2": [
+        "beta_extreme",
+        "decay_floor",
+        "mask_state",
+        "scale_coupled_state",
+        "state_unknown_key",
+        "zero_keys_eps0",
+    ],
+    "falcon3": [
+        "mask_state",
+        "read_before_write",
+        "repeated_keys",
+        "scale_coupled_state",
+        "state_short_history",
+        "state_unknown_key",
+        "strong_decay",
+        "window2_state",
+        "window7_packed",
+        "zero_keys_eps0",
+    ],
+}
+
+
+def _vectors(names: dict[str, list[str]], mark: pytest.MarkDecorator) -> list[Any]:
+    chosen = [path for path in VECTORS if path.stem in names.get(path.parent.name, [])]
+    return [pytest.param(path, marks=mark, id=f"{path.parent.name}-{path.stem}") for path in chosen]
+
+
+EVERY = {rule: [path.stem for path in VECTORS if path.parent.name == rule] for rule in ("falcon1", "gated_delta")}
+
+
+@pytest.mark.parametrize(
+    "path", _vectors({**EVERY, **INTERPRETED}, pytest.mark.triton) + _vectors(COMPILED, pytest.mark.gpu)
+)
+def test_vectors(path: Path) -> None:
+    options, given, expected = falcon_cases.load(path)
+    rule = path.parent.name
+    plain = run(rule, given, {**options, "level": "chunk"}, torch.float32)
+    found = run(rule, given, {**options, "level": "triton"}, torch.float32)
+    wrong = too_large({n: found[n] for n in expected}, expected, {n: plain[n] for n in expected}, torch.float32)
+    assert not wrong, wrong

@@ -25,7 +25,7 @@ from .contract import INTERPRETING
 from .gpu import block, key_pointers, launch, of_chunk, on_device, parts, read, row_of, tables
 from .ranks import CHUNK, Ranks
 
-FIXED = ["T", "NC"]  # no recompilation for another length
+FIXED = ["T", "NC", "H"]  # no recompilation for another length or number of heads
 
 
 # --- loads and stores ---

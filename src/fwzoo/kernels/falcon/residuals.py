@@ -67,7 +67,7 @@ def _decayed(rows, gamma, z, t: tl.constexpr, N: tl.constexpr):
     return new
 
 
-@triton.jit(do_not_specialize=["T", "NC", "NS", "SEG"])
+@triton.jit(do_not_specialize=["T", "NC", "H", "NS", "SEG"])
 def residual_kernel(
     k, head_x, given, beta, strength, upto, upto_low, S_in, S_out, out, reads, pairs, borders, states, total, scratch, docs, chunk_doc, rows,
     decay_floor, SEG, NS, T, NC,
@@ -196,7 +196,7 @@ def residual_kernel(
     tl.store(S_out + own, S, mask=(dk < K)[:, None] & in_v[None, :])
 
 
-@triton.jit(do_not_specialize=["T", "NC", "tiles"])
+@triton.jit(do_not_specialize=["T", "NC", "H", "tiles"])
 def column_read_kernel(
     q, k, head_x, r, beta, strength, upto, upto_low, borders, o, scratch, docs, chunk_doc, rows, decay_floor, tiles, T, NC,
     H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SHIFT: tl.constexpr, DIVIDE: tl.constexpr,
@@ -271,7 +271,7 @@ def column_read_kernel(
         tl.debug_barrier()
 
 
-@triton.jit(do_not_specialize=["T", "NC"])
+@triton.jit(do_not_specialize=["T", "NC", "H"])
 def pair_kernel(
     d_x, d_k, d_head_x, docs, chunk_doc, rows, T, NC, H, K: tl.constexpr, BK: tl.constexpr, SHIFT: tl.constexpr,
     PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr,

@@ -707,6 +707,11 @@ def carry_kernel(
 PROGRAMS = 264  # two for each multiprocessor of an H200; each goes over many chunks with the same scratch
 
 
+def _rows_a_block(q: Tensor, form: Form) -> int:
+    """Tokens that the run over them unrolls: more are faster, and take longer to compile."""
+    return (8 if q.dtype == torch.bfloat16 else 4) // (1 if form.window <= 4 else 2)
+
+
 def window_forward(
     q: Tensor,
     k: Tensor,
@@ -743,8 +748,8 @@ def window_forward(
     given |= {"strength": strength, "upto": upto, "upto_low": upto_low, "responses": responses, "from_S": from_S}
     given |= {"from_v_t": residual_t, "residual_t": residual_t, "borders_t": borders_t, "S_in": S, "S_out": S_out}
     with on_device(q):
-        rows = 8 if form.window <= 4 else 4
-        launch(response_kernel, (programs,), **given, BLOCK=rows, **_settings("response", q, v, ranks, form))
+        settings = {"BLOCK": _rows_a_block(q, form), **_settings("response", q, v, ranks, form)}
+        launch(response_kernel, (programs,), **given, **settings)
         launch(apply_kernel, (M,), **given, **_settings("apply", q, v, ranks, form))
         settings = _settings("scan", q, v, ranks, form)
         launch(scan_kernel, (parts(V, settings["BV"]), ranks.documents * heads), **given, **settings)
@@ -826,7 +831,7 @@ def window_backward(
         grid = (parts(V, settings["BV"]), ranks.documents * heads)
         launch(scan_backward_kernel, grid, **given, dS_in=d_S_out, dS_out=d_S, **settings)
         launch(window_product_kernel, (M,), **given, **_settings("window_product", q, v, ranks, form))
-        settings = {"BLOCK": 4 if form.window <= 4 else 2, **_settings("response", q, v, ranks, form)}
+        settings = {"BLOCK": _rows_a_block(q, form) // 2, **_settings("response", q, v, ranks, form)}
         launch(response_backward_kernel, (programs,), **given, scratch=scratch, history=history, total=M, **settings)
         launch(coupling_kernel, (M,), **given, **_settings("coupling", q, v, ranks, form))
         launch(window_gradient_kernel, (M,), **given, **_settings("window_gradient", q, v, ranks, form))
