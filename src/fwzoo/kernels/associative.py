@@ -77,34 +77,35 @@ def _decays(upto, upto_low, at, later, LOW: tl.constexpr):
 
 
 @triton.jit
-def _decay(high, low, s_high, s_low, apart, W: tl.constexpr, LOW: tl.constexpr):
-    """exp(u_t - u_{j+W-1}) for pairs that were written whole, 1 for those that t still writes, 0 for later ones.
+def _decay(high, low, s_high, s_low, apart, LOW: tl.constexpr):
+    """exp(u_t - u_{j+W-1}), 1 for pairs that t still writes (there the difference is not negative), 0 for later ones.
 
     apart: last token that t reads, minus j.
     """
     difference = high - s_high
     if LOW:
         difference += low - s_low
-    decay = tl.where(apart >= W - 1, tl.exp(tl.minimum(difference, 0.0)), 0.0)
-    if W > 1:
-        decay = tl.where((apart >= 0) & (apart < W - 1), 1.0, decay)
-    return decay
+    return tl.where(apart >= 0, tl.exp(tl.minimum(difference, 0.0)), 0.0)
 
 
 @triton.jit
-def _parts(weights, apart, e, PAIRS_AS_ROWS: tl.constexpr, W: tl.constexpr, C: tl.constexpr):
-    """What multiplies the decay in M: P_{j,W-1} far from the diagonal, P_jd near it. weights: where those of the chunk begin."""
+def _parts(weights, apart, e, read_from, PAIRS_AS_ROWS: tl.constexpr, W: tl.constexpr, C: tl.constexpr):
+    """What multiplies the decay in M: P_{j,W-1} far from the diagonal, P_jd near it.
+
+    weights: where those of the chunk begin. read_from: last slot that token e reads. Near the diagonal a number belongs to a row,
+    whichever of the two the rows are: of a column, every thread would hold sixteen.
+    """
     full = tl.load(weights + (W - 1) * C + e)
     if PAIRS_AS_ROWS:
         found = full[:, None]
     else:
         found = full[None, :]
     for d in tl.static_range(W - 1):
-        p = tl.load(weights + d * C + e)
-        if PAIRS_AS_ROWS:
-            found = tl.where(apart == d, p[:, None], found)
-        else:
-            found = tl.where(apart == d, p[None, :], found)
+        slot = e
+        if not PAIRS_AS_ROWS:
+            slot = read_from - d
+        p = tl.load(weights + d * C + slot, mask=slot >= 0, other=0.0)
+        found = tl.where(apart == d, p[:, None], found)
     return found
 
 
@@ -471,14 +472,14 @@ def _walk(
             if ONES and SWAP:
                 scores += one[:, None]
             distance = now[:, None] - (1 - AFTER) - e[None, :]
-            scores *= _decay(high[:, None], low[:, None], s_high[None, :], s_low[None, :], distance, W, LOW)
-            p = scores * _parts(own_weights, distance, e, False, W, C)
+            scores *= _decay(high[:, None], low[:, None], s_high[None, :], s_low[None, :], distance, LOW)
+            p = scores * _parts(own_weights, distance, e, e - (1 - AFTER), False, W, C)
         else:
             if ONES and SWAP:
                 scores += one[None, :]
             distance = now[None, :] - (1 - AFTER) - e[:, None]
-            scores *= _decay(high[None, :], low[None, :], s_high[:, None], s_low[:, None], distance, W, LOW)
-            p = scores * _parts(own_weights, distance, e, True, W, C)
+            scores *= _decay(high[None, :], low[None, :], s_high[:, None], s_low[:, None], distance, LOW)
+            p = scores * _parts(own_weights, distance, e, e - (1 - AFTER), True, W, C)
         found += dot(tl.trans(value), p.to(value.dtype))
         if NORMALIZE and not BACK:
             from_start = tl.load(own_weights + taking * C + e)
@@ -517,10 +518,11 @@ def _walk(
                 written += once * tl.load(own_weights + W * C + e) * ones
             pull *= scores
             for d in tl.static_range(W - 1):
-                near = tl.sum(tl.where(distance == d, pull, 0.0), 0)
-                tl.store(close + (part * M * H * C + at) * (W - 1) + d * C + e, near)
+                near = tl.sum(tl.where(distance == d, pull, 0.0), 1)  # one pair for every token
+                slot = e - (1 - AFTER) - d
+                tl.store(close + (part * M * H * C + at) * (W - 1) + d * C + slot, near, mask=slot >= 0)
                 if not LOW:
-                    crossing -= tl.sum(near * tl.load(own_weights + d * C + e), 0)
+                    crossing -= tl.sum(near * tl.load(own_weights + d * C + slot, mask=slot >= 0, other=0.0), 0)
             if W > 1:
                 pull = tl.where(distance >= W - 1, pull, 0.0)
             d_full = tl.sum(pull, 0) + written
@@ -888,7 +890,7 @@ class Associative:
         if gates:
             inner = self.q.new_empty(of_keys if wide else of_states, *size[1:], dtype=torch.float32)
         far, apart = (self.q.new_empty(size, dtype=torch.float32) for _ in range(2))
-        close = self.q.new_empty((*size[:-1], self.window - 1, size[-1]), dtype=torch.float32)
+        close = self.q.new_zeros((*size[:-1], self.window - 1, size[-1]), dtype=torch.float32)
         ones = self.ones and weight is not None
         with on_device(self.q):
             reads = None if wide or self.normalize else inner
