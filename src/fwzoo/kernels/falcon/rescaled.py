@@ -136,6 +136,15 @@ def _behind(decays, slot, d, V: tl.constexpr, STEP: tl.constexpr, BACK: tl.const
     return tl.load(at, mask=d < V, other=0.0)
 
 
+@triton.jit
+def _slot(step, begin, end, chunk, h, H, C: tl.constexpr, STEP: tl.constexpr, BACK: tl.constexpr):
+    """First slot of a step in `[M, H, C]`."""
+    j = step
+    if BACK:
+        j = begin + end - 1 - step
+    return ((chunk + j // (C // STEP)) * H + h) * C + j % (C // STEP) * STEP
+
+
 @triton.jit(do_not_specialize=FIXED)
 def _rescaled_states(
     query,
@@ -242,6 +251,8 @@ def _rescaled_values(
     if BACK:
         order, apart = STEP // 8 - 1 - t // 8, t[:, None] - t[None, :]
     begin, end = begin * (C // STEP), tl.minimum(end * (C // STEP), tl.cdiv(length, STEP))
+    here = _slot(begin, begin, end, chunk, h, H, C, STEP, BACK) + t
+    factor = read(scale + here[None, :] * V + dv[:, None], in_v & ((t >= 0) & (begin < end))[None, :])
     for step in range(begin, end):
         j = step
         if BACK:
@@ -249,7 +260,10 @@ def _rescaled_values(
         r = j * STEP + t
         token = r < length
         row = row_of(rows, start, r, token, MASKED) * H + h
-        slot = ((chunk + j // (C // STEP)) * H + h) * C + j % (C // STEP) * STEP
+        slot = _slot(step, begin, end, chunk, h, H, C, STEP, BACK)
+        # R of the next step: what waits for memory waits behind this step's products
+        there = _slot(tl.minimum(step + 1, end - 1), begin, end, chunk, h, H, C, STEP, BACK) + t
+        next_factor = read(scale + there[None, :] * V + dv[:, None], in_v & (t >= 0)[None, :])
         pairs, ok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, 1, SHIFT, MASKED)
         asks, asked = query + row * K, token
         if BACK:
@@ -265,7 +279,6 @@ def _rescaled_values(
             to_3 = _to_middle(decays, slot, dv, 3, behind, V, STEP, BACK)
         behind = _behind(decays, slot, dv, V, STEP, BACK)
         ask = read(asks[None, :] + dk[:, None], asked[None, :] & in_k[:, None])
-        factor = read(scale + (slot + t)[None, :] * V + dv[:, None], in_v & (t >= 0)[None, :]).to(tl.float32)
         scores = tl.where(apart >= 1 - AFTER, dot(pair, ask), 0.0).to(w.dtype)
         carried = dot(S.to(w.dtype), ask)
         # one 8 rows after the other: what they read stands where their middle is
@@ -284,9 +297,10 @@ def _rescaled_values(
         S = passed[:, None] * S + dot(moved.to(w.dtype), pair)
         if BACK:
             to = out + (slot + t)[None, :] * V + dv[:, None]
-            tl.store(to, found / tl.where(in_v, factor, 1.0), mask=in_v & token[None, :])
+            tl.store(to, found / tl.where(in_v, factor.to(tl.float32), 1.0), mask=in_v & token[None, :])
         else:
-            tl.store(out + row[None, :] * V + dv[:, None], found * factor, mask=in_v & token[None, :])
+            tl.store(out + row[None, :] * V + dv[:, None], found * factor.to(tl.float32), mask=in_v & token[None, :])
+        factor = next_factor
 
 
 @triton.jit(do_not_specialize=["T", "NC"])
@@ -398,7 +412,7 @@ def _rescaled_keys(
         r = j * STEP + t
         token = r < length
         row = row_of(rows, start, r, token, MASKED) * H + h
-        slot = ((chunk + j // (C // STEP)) * H + h) * C + j % (C // STEP) * STEP
+        slot = _slot(step, begin, end, chunk, h, H, C, STEP, BACK)
         xp, xok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, 1, SHIFT, MASKED)
         if BACK:
             pair = read((query + row * K)[None, :] + dk[:, None], token[None, :] & in_k)
