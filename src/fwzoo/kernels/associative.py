@@ -462,6 +462,7 @@ def _walk_back(
     NS,
     SEG,
     M,
+    NIL,
     H,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -529,21 +530,23 @@ def _walk_back(
             pair = read(xp[:, None] + da[None, :], xok[:, None] & in_a)
             ask = read(query + row[:, None] * A + da[None, :], token[:, None] & in_a)
             value = read(d_o + row[:, None] * B + db[None, :], token[:, None] & in_b)
-        own_weights = weights + at * (W + 3)
-        full = tl.load(own_weights + (W - 1) * C + e)
         s_high, s_low = _decays(upto, upto_low, at, tl.minimum(e + W - 1, C - 1), LOW)
+        full = tl.load(weights + at * (W + 3) + (W - 1) * C + e)
         high, low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
         u_end = tl.load(upto + at + C - 1)
         low_end = u_end * 0.0
         if LOW:
             low_end = tl.load(upto_low + at + C - 1)
-        to_end = tl.exp(tl.minimum(u_end - s_high + (low_end - s_low), 0.0))
+        to_end = tl.load(weights + at * (W + 3) + W * C + e)
         scores = dot(pair, tl.trans(ask))
         carried = dot(pair, dS.to(pair.dtype))
         if ONES and SWAP:
             scores += tl.load(weight + at + e)[None, :]
             carried += dz[None, :]
-        distance = e[None, :] - (1 - AFTER) - e[:, None]
+        now = e
+        if W > 1:  # as in `_walk`
+            now = e + (NIL * i).to(tl.int32)
+        distance = now[None, :] - (1 - AFTER) - e[:, None]
         decay = _decay(high[None, :], low[None, :], s_high[:, None], s_low[:, None], distance, LOW)
         if GATES and not LOW:
             # the gradient of P_{j,W-1} is the product of the pair with what P_{j,W-1} multiplies
@@ -563,7 +566,7 @@ def _walk_back(
                 ok = (after < C) & (after >= W - 1) & (r + (d + 1 - AFTER) < length)
                 asks = row_of(rows, start, r + (d + 1 - AFTER), ok, MASKED) * H + h
                 g = read(d_o + asks[:, None] * B + db[None, :], ok[:, None] & in_b).to(tl.float32)
-                p = tl.load(own_weights + d * C + e)
+                p = tl.load(weights + at * (W + 3) + d * C + e)
                 product_jd = tl.sum(tl.where(distance == d, scores, 0.0), 1)
                 near = product_jd * tl.sum(y * g, 1)
                 tl.store(close + (part * M * H * C + at) * (W - 1) + d * C + e, near)
@@ -580,7 +583,7 @@ def _walk_back(
             tl.store(apart + slot, crossing + tl.zeros([C], tl.float32))
             crossing += tl.sum(reads, 0) - given
         else:
-            mix = decay * _parts(own_weights, distance, e, W, C)
+            mix = decay * _parts(weights + at * (W + 3), distance, e, W, C)
             found = (full * to_end)[:, None] * carried + dot((scores * mix).to(pair.dtype), value)
         if GATES and LOW:
             y = read(vp[:, None] + db[None, :], vok[:, None] & in_b)
@@ -623,7 +626,7 @@ def _walk_back(
             found += 2.0 * factor[:, None] * read(xp[:, None] + db[None, :], xok[:, None] & in_b).to(tl.float32)
         tl.store(op[:, None] + db[None, :], found, mask=(ok & ours)[:, None] & in_b)
         kept = tl.exp(u_end + low_end)
-        from_start = tl.exp(high + low)
+        from_start = tl.load(weights + at * (W + 3) + (W + 1) * C + e)
         dS = dS * kept + dot(tl.trans(ask), (value.to(tl.float32) * from_start[:, None]).to(pair.dtype))
         if ONES:
             share = from_start * tl.load(weight + at + e)
@@ -1009,7 +1012,7 @@ class Associative:
             _walk_back, (ranks.segments * self.heads, parts(size, columns)), query=self.q, k=self.k, head_x=self.head_x, v=self.v,
             head_v=self.head_v, d_o=d_o, o=o, first=self.first, weights=self.weights, upto=self.upto, upto_low=self.upto_low,
             d_state=d_states, d_z=d_z, weight=weight, inner=inner, product=product, d_energy=d_energy, out=outs[0],
-            head_out=outs[1], overlap=overlap, far=far, close=close, apart=apart, **self._common(), eps=self.eps, M=ranks.chunks, K=k_size, V=v_size, BA=block(inner_size), BB=columns, SWAP=swap,
+            head_out=outs[1], overlap=overlap, far=far, close=close, apart=apart, **self._common(), eps=self.eps, M=ranks.chunks, NIL=0, K=k_size, V=v_size, BA=block(inner_size), BB=columns, SWAP=swap,
             ONES=d_z is not None, NORMALIZE=self.normalize, GATES=gates is not None, ENERGY=d_energy is not None, **options,
         )  # fmt: skip
         if self.window > 1:
