@@ -24,8 +24,10 @@ from .gpu import on_device
 from .gpu import read as read_values
 
 MOST_SUBKEYS, MOST_READ, LARGEST_HALF = 1024, 64, 512
-SPARE = 4  # candidates beyond k
-WORST = tl.constexpr(0x7FFFFFFF)
+MOST_IN_BLOCK = 256  # sub-keys that a program scores: their scores stay in registers
+SPARE = 2  # candidates of a block beyond k
+CUT = tl.constexpr(4e-5)  # what the last bits hold of a candidate's distance, at most: MOST_IN_BLOCK / 2^23
+NONE = tl.constexpr(0x7FFFFFFF)
 
 
 class Found(NamedTuple):
@@ -72,39 +74,40 @@ def _candidates(
     low,
     norm,
     found,
-    limit,
+    bounds,
     T,
     H,
     n,
-    TOP: tl.constexpr,
     M: tl.constexpr,
     F: tl.constexpr,
     FP: tl.constexpr,
-    NP: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BN: tl.constexpr,
     BT: tl.constexpr,
     BF: tl.constexpr,
     IDW: tl.constexpr,
     SPLIT_Q: tl.constexpr,
     SPLIT_K: tl.constexpr,
 ):
-    """The M best sub-keys of one half by approximate scores, best first.
+    """The M best of a block of sub-keys by approximate scores, best first.
 
-    A candidate is its distance from the best score (float32, as an integer) with its index in the last bits. limit: a
-    candidate further away than this is not among the `TOP` best for sure.
+    A candidate is how far it is from the block's best score (float32, taken as an integer) with its place in the last bits.
+    bounds: the best score, and how wrong a score can be.
     """
     t = tl.program_id(0) * BT + tl.arange(0, BT)
-    part, h = tl.program_id(1) // H, tl.program_id(1) % H
+    block, other = tl.program_id(1) % BLOCKS, tl.program_id(1) // BLOCKS
+    part, h = other // H, other % H
     g = tl.program_id(2).to(tl.int64)
-    table = g * 2 * H + tl.program_id(1)
+    first_key = (g * 2 * H + other) * (BLOCKS * BN) + block * BN
     row = (g * T + t) * H + h
-    real, i = t < T, tl.arange(0, NP)
-    scores = tl.zeros([BT, NP], tl.float32)
+    real, i = t < T, tl.arange(0, BN)
+    scores = tl.zeros([BT, BN], tl.float32)
     length = tl.zeros([BT], tl.float32)
     for start in range(0, FP, BF):
         f = start + tl.arange(0, BF)
         x = read_values(q + (row * 2 + part)[:, None] * F + f[None, :], real[:, None] & (f < F)[None, :]).to(tl.float32)
         length += tl.sum(x * x, 1)
-        at = (table * NP + i)[None, :] * FP + f[:, None]
+        at = (first_key + i)[None, :] * FP + f[:, None]
         y = tl.load(high + at)
         first = x.to(y.dtype)
         scores = tl.dot(first, y, scores)
@@ -112,25 +115,24 @@ def _candidates(
             scores = tl.dot((x - first.to(tl.float32)).to(y.dtype), y, scores)
         if SPLIT_K:
             scores = tl.dot(first, tl.load(low + at), scores)
-    squares = tl.load(norm + table * NP + i)
+    squares = tl.load(norm + first_key + i)
     longest = tl.max(squares, 0)
     wrong = 0.000123 * tl.sqrt(length * longest)  # 2^-13: dropped products, and sums that the tensor cores cut off
     if IDW:
         scores = 2 * scores - squares[None, :]
         wrong = 2 * wrong + 2e-6 * (length + longest)
-    scores = tl.where((i < n)[None, :], scores, float("-inf"))
-    away = tl.max(scores, 1)[:, None] - scores
-    key = (away.to(tl.int32, bitcast=True) & (WORST - (NP - 1))) | i[None, :]
-    key = tl.where((i < n)[None, :], key, WORST)
+    some = (block * BN + i < n)[None, :]
+    scores = tl.where(some, scores, float("-inf"))
+    best = tl.max(scores, 1)
+    key = ((best[:, None] - scores).to(tl.int32, bitcast=True) & (NONE - (BN - 1))) | i[None, :]
+    key = tl.where(some, key, NONE)
     last = tl.full([BT], -1, tl.int32)
-    kth = last
-    out = found + (row * 2 + part) * M
+    out = (row * 2 + part) * BLOCKS + block
     for j in range(M):
-        last = tl.min(tl.where(key > last[:, None], key, WORST), 1)
-        kth = tl.where(j == TOP - 1, last, kth)
-        tl.store(out + j, last, mask=real)
-    kth = (kth & (WORST - (NP - 1))).to(tl.float32, bitcast=True)
-    tl.store(limit + row * 2 + part, kth * 1.00025 + 2 * wrong, mask=real)
+        last = tl.min(tl.where(key > last[:, None], key, NONE), 1)
+        tl.store(found + out * M + j, last, mask=real)
+    tl.store(bounds + out * 2, best, mask=real)
+    tl.store(bounds + out * 2 + 1, wrong, mask=real)
 
 
 @triton.jit
@@ -144,6 +146,18 @@ def _score(total, eps, IDW: tl.constexpr):
 def _for_order(x):
     """x with NaN as the lowest value, so that every place in an order is taken once."""
     return tl.where(x == x, x, float("-inf"))
+
+
+@triton.jit
+def _before(x, i, y, j):
+    """Whether (x, i) comes before (y, j): the larger first, the lower index first among equals."""
+    return (x > y) | ((x == y) & (i < j))
+
+
+@triton.jit
+def _ranks(x, i):
+    """Place of every element in the order of `_before`."""
+    return tl.sum(_before(x[None, :], i[None, :], x[:, None], i[:, None]).to(tl.int32), 1)
 
 
 @triton.jit
@@ -177,7 +191,7 @@ def _pair_sums(pairs, index, half, p, n, TOP: tl.constexpr):
     some = pair >= 0
     total = tl.load(half + a, mask=some, other=0.0) + tl.load(half + TOP + b, mask=some, other=0.0)
     slot = tl.load(index + a, mask=some, other=0) * n + tl.load(index + TOP + b, mask=some, other=0)
-    return tl.where(some, total, float("-inf")), tl.where(some, slot, WORST - p)
+    return tl.where(some, total, float("-inf")), tl.where(some, slot, NONE - p)
 
 
 @triton.jit
@@ -227,7 +241,7 @@ def _finish(
     q,
     keys,
     found,
-    limit,
+    bounds,
     pairs,
     index,
     half,
@@ -247,11 +261,12 @@ def _finish(
     BM: tl.constexpr,
     F: tl.constexpr,
     BF: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BN: tl.constexpr,
     NP: tl.constexpr,
     PAIRS: tl.constexpr,
     BP: tl.constexpr,
     IDW: tl.constexpr,
-    ALL: tl.constexpr,
     V: tl.constexpr,
     BE: tl.constexpr,
     BV: tl.constexpr,
@@ -264,14 +279,21 @@ def _finish(
     g, h = row // (T * H), row % H
     own_index, own_half = index + row * 2 * TOP, half + row * 2 * TOP
     j = tl.arange(0, BM)
+    block = j // M
     for part in tl.static_range(2):
-        at = row * 2 + part
-        key = tl.load(found + at * M + j, mask=j < M, other=WORST)
-        most = tl.load(limit + at)
-        near = (key & (WORST - (NP - 1))).to(tl.float32, bitcast=True) <= most
-        some = (j < TOP) | ((j < M) & near)
-        i = tl.minimum(key & (NP - 1), n - 1)
-        own_q, own_keys = q + at * F, keys + ((g * 2 + part) * H + h) * n * F
+        at = (row * 2 + part) * BLOCKS
+        key = tl.load(found + at * M + j, mask=block < BLOCKS, other=NONE)
+        some = key != NONE
+        i = tl.where(some, block * BN + (key & (BN - 1)), n + j)
+        away = (key & (NONE - (BN - 1))).to(tl.float32, bitcast=True)
+        approximate = tl.load(bounds + (at + block) * 2, mask=block < BLOCKS, other=0.0) - away
+        wrong = tl.max(tl.load(bounds + (at + block) * 2 + 1, mask=block < BLOCKS, other=0.0), 0)
+        first = _ranks(tl.where(some, _for_order(approximate), float("-inf")), i) < TOP
+        least = tl.min(tl.where(first, approximate - CUT * away, float("inf")), 0) - 2 * wrong
+        near = some & (approximate >= least)  # without those left out, the best are among these
+        some = first | near
+        missed = tl.max((near & (j % M == M - 1)).to(tl.int32), 0) > 0
+        own_q, own_keys = q + (row * 2 + part) * F, keys + ((g * 2 + part) * H + h) * n * F
         total = tl.zeros([BM], tl.float32)
         for start in range(0, F, BF):
             f = start + tl.arange(0, BF)
@@ -282,27 +304,19 @@ def _finish(
             else:
                 total += tl.sum(x * y, 1)
         score = _score(total, eps, IDW)
-        order = tl.where(some, _for_order(score), float("-inf"))
-        i = tl.where(some, i, n + j)
-        before = (order[None, :] > order[:, None]) | ((order[None, :] == order[:, None]) & (i[None, :] < i[:, None]))
-        rank = tl.sum(before.to(tl.int32), 1)
-        tl.store(own_index + part * TOP + rank, i, mask=some & (rank < TOP))
-        tl.store(own_half + part * TOP + rank, score, mask=some & (rank < TOP))
-        if not ALL:
-            farthest = tl.load(found + at * M + M - 1) & (WORST - (NP - 1))
-            if farthest.to(tl.float32, bitcast=True) <= most:
-                tl.debug_barrier()
-                _all_scores(own_q, own_keys, own_index + part * TOP, own_half + part * TOP, n, eps, TOP, F, NP, IDW)
+        rank = _ranks(tl.where(some, _for_order(score), float("-inf")), tl.where(some, i, n + j))
+        tl.store(own_index + part * TOP + rank, i, mask=rank < TOP)
+        tl.store(own_half + part * TOP + rank, score, mask=rank < TOP)
+        if missed:
+            tl.debug_barrier()
+            _all_scores(own_q, own_keys, own_index + part * TOP, own_half + part * TOP, n, eps, TOP, F, NP, IDW)
     tl.debug_barrier()
-    p = tl.arange(0, PAIRS)
-    total, slot = _pair_sums(pairs, own_index, own_half, p, n, TOP)
+    total, slot = _pair_sums(pairs, own_index, own_half, tl.arange(0, PAIRS), n, TOP)
     order = _for_order(total)
     rank = tl.zeros([PAIRS], tl.int32)
     for start in range(0, PAIRS, BP):
-        other, other_slot = _pair_sums(pairs, own_index, own_half, start + tl.arange(0, BP), n, TOP)
-        other = _for_order(other)
-        before = other[None, :] > order[:, None]
-        before = before | ((other[None, :] == order[:, None]) & (other_slot[None, :] < slot[:, None]))
+        more, more_slots = _pair_sums(pairs, own_index, own_half, start + tl.arange(0, BP), n, TOP)
+        before = _before(_for_order(more)[None, :], more_slots[None, :], order[:, None], slot[:, None])
         rank += tl.sum(before.to(tl.int32), 1)
     best = rank < TOP
     weight = tl.where(best, tl.exp(total - tl.max(order, 0)), 0.0)
@@ -337,7 +351,7 @@ def _read(
     _sum_rows(slots, weights, table, rows, place, kept, out, row, row // T, N, E, V, BE, BV, PLACED, KEEP)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _pairs(top_k: int, device: torch.device) -> Tensor:
     """Places (a, b) in two sorted lists whose sum can be among the `top_k` best, a + 256 b; -1 behind them."""
     pairs = [a + 256 * b for a in range(top_k) for b in range(top_k) if (a + 1) * (b + 1) <= top_k]
@@ -375,18 +389,18 @@ def _search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float, reading
     n, half_size = keys.shape[3], size // 2
     q, keys = q.contiguous(), keys.contiguous()
     padded = max(16, triton.next_power_of_2(n))
-    many = groups * tokens * 2 * heads >= 1 << 14
-    block_t = (64 if padded <= 512 else 32) if many else 16
-    block_f = 32 if padded <= 512 else 16
+    block_n = min(MOST_IN_BLOCK, padded)
+    blocks = triton.cdiv(n, block_n)
+    candidates = top_k + (0 if blocks > 1 and top_k >= 16 else SPARE)  # of a block: that all are in one is improbable
+    block_f = 32
     size_f = triton.cdiv(half_size, block_f) * block_f
-    candidates = min(top_k + SPARE, n)
     wide = torch.float32 if INTERPRETING else torch.bfloat16
-    high = q.new_empty(groups * 2 * heads, padded, size_f, dtype=wide)
+    high = q.new_empty(groups * 2 * heads, blocks * block_n, size_f, dtype=wide)
     low = torch.empty_like(high)
-    norm = q.new_empty(groups * 2 * heads, padded, dtype=torch.float32)
+    norm = q.new_empty(high.shape[:2], dtype=torch.float32)
     shape = (groups, tokens, heads, 2)
-    best = q.new_empty(*shape, candidates, dtype=torch.int32)
-    limit = q.new_empty(shape, dtype=torch.float32)
+    best = q.new_empty(*shape, blocks, candidates, dtype=torch.int32)
+    bounds = q.new_empty(*shape, blocks, 2, dtype=torch.float32)
     found = Found(
         q.new_empty(*shape[:3], top_k, dtype=torch.int32),
         q.new_empty(*shape[:3], top_k, dtype=torch.float32),
@@ -395,40 +409,40 @@ def _search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float, reading
     )
     pairs = _pairs(top_k, q.device)
     idw = score == "idw"
-    block_m = max(16, triton.next_power_of_2(candidates))
+    block_t = 64 if groups * tokens * heads >= 1 << 12 else 16
+    block_m = max(16, triton.next_power_of_2(blocks * candidates))
     with on_device(q):
-        rows = 16
-        _prepare[(groups * 2 * heads, padded // rows)](
-            keys, high, low, norm, n, F=half_size, FP=size_f, NP=padded, ROWS=rows, BF=block_f
+        _prepare[(groups * 2 * heads, blocks * block_n // 16)](
+            keys, high, low, norm, n, F=half_size, FP=size_f, NP=blocks * block_n, ROWS=16, BF=block_f
         )
-        _candidates[(triton.cdiv(tokens, block_t), 2 * heads, groups)](
+        _candidates[(triton.cdiv(tokens, block_t), 2 * heads * blocks, groups)](
             q,
             high,
             low,
             norm,
             best,
-            limit,
+            bounds,
             tokens,
             heads,
             n,
-            TOP=top_k,
             M=candidates,
             F=half_size,
             FP=size_f,
-            NP=padded,
+            BLOCKS=blocks,
+            BN=block_n,
             BT=block_t,
             BF=block_f,
             IDW=idw,
             SPLIT_Q=wide != torch.float32 and q.dtype != torch.bfloat16,
             SPLIT_K=wide != torch.float32 and keys.dtype != torch.bfloat16,
-            num_warps=8 if block_t * padded >= 1 << 14 else 4,
+            num_warps=4,
             num_stages=3,
         )
         _finish[(groups * tokens * heads,)](
             q,
             keys,
             best,
-            limit,
+            bounds,
             pairs,
             *(found.index, found.half, found.slots, found.weights),
             *(reading or (None,) * 5),
@@ -441,16 +455,17 @@ def _search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float, reading
             BM=block_m,
             F=half_size,
             BF=min(triton.next_power_of_2(half_size), 8192 // block_m),
+            BLOCKS=blocks,
+            BN=block_n,
             NP=padded,
             PAIRS=pairs.shape[0],
             BP=min(32, pairs.shape[0]),
             IDW=idw,
-            ALL=candidates == n,
             **_row_options(top_k, reading[0] if reading else None),
             READ=reading is not None,
             PLACED=reading is not None and reading[2] is not None,
             KEEP=reading is not None and reading[3] is not None,
-            num_warps=4 if block_m < 128 else 8,
+            num_warps=4 if block_m <= 128 else 8,
         )
     return found
 
