@@ -171,41 +171,6 @@ def _ranks(x, i):
 
 
 @triton.jit
-def _before(x, i, y, j):
-    """Whether (x, i) comes before (y, j): the larger first, the lower index first among equals."""
-    return (x > y) | ((x == y) & (i < j))
-
-
-@triton.jit
-def _ranks(x, i):
-    """Place of every element in the order of `_before`."""
-    return tl.sum(_before(x[None, :], i[None, :], x[:, None], i[:, None]).to(tl.int32), 1)
-
-
-@triton.jit
-def _all_scores(q, keys, index, half, n, eps, TOP: tl.constexpr, F: tl.constexpr, NP: tl.constexpr, IDW: tl.constexpr):
-    """The TOP best of all n sub-keys at `keys` for the query half at `q`, by exact scores."""
-    i, total = tl.arange(0, NP), tl.zeros([NP], tl.float32)
-    for start in range(0, F, 8):
-        f = start + tl.arange(0, 8)
-        x = read_values(q + f, f < F).to(tl.float32)[None, :]
-        y = read_values(keys + i[:, None] * F + f[None, :], (i < n)[:, None] & (f < F)[None, :]).to(tl.float32)
-        if IDW:
-            total += tl.sum((x - y) * (x - y), 1)
-        else:
-            total += tl.sum(x * y, 1)
-    score = _score(total, eps, IDW)
-    rest = (i < n).to(tl.int32)
-    for j in range(TOP):
-        order = tl.where(rest > 0, _for_order(score), float("-inf"))
-        best = tl.max(order, 0)
-        at = tl.min(tl.where((rest > 0) & (order == best), i, NP), 0)
-        tl.store(index + j, at)
-        tl.store(half + j, tl.sum(tl.where(i == at, score, 0.0), 0))
-        rest = tl.where(i == at, 0, rest)
-
-
-@triton.jit
 def _pair_sums(pairs, index, half, p, n, TOP: tl.constexpr):
     """Pairs `p` of the two sorted halves: sums of scores and slots; -inf and slots behind all others where there is none."""
     pair = tl.load(pairs + p)
