@@ -23,7 +23,6 @@ from .contract import INTERPRETING
 from .gpu import on_device
 from .gpu import read as read_values
 
-MOST_SUBKEYS, MOST_READ, LARGEST_HALF = 1024, 64, 512
 MOST_IN_BLOCK = 256  # sub-keys that a program scores: their scores stay in registers
 SPARE = 2  # candidates of a block beyond k
 CUT = tl.constexpr(4e-5)  # what the last bits hold of a candidate's distance, at most: MOST_IN_BLOCK / 2^23
