@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from kernels import BANDWIDTH, timed, versions
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from fwzoo.kernels import pkm
 from fwzoo.kernels.product_keys import select
+from kernels import BANDWIDTH, timed, versions
 
 Call = Callable[[int], object]  # does the work on input set i
 
