@@ -60,8 +60,8 @@ def test_vectors(path: Path) -> None:
 
 SHAPES = [  # batch, tokens, heads, K, n, V, top_k
     (2, 3, 2, 6, 5, 4, 3),
-    (1, 19, 1, 40, 9, 20, 8),
-    (1, 4, 3, 8, 18, 5, 17),
+    (1, 18, 1, 34, 9, 20, 8),
+    (1, 2, 3, 8, 17, 5, 17),
     (1, 2, 1, 4, 7, 3, 7),
 ]
 
@@ -91,8 +91,9 @@ def check_search(q: Tensor, keys: Tensor, top_k: int, score: str) -> None:
 
 
 @triton
-@scores
-@pytest.mark.parametrize(("n", "size", "top_k"), [(70, 40, 9), (300, 8, 2), (600, 12, 20), (66, 12, 64)])
+@pytest.mark.parametrize(
+    ("n", "size", "top_k", "score"), [(70, 40, 9, "dot"), (300, 8, 2, "idw"), (600, 8, 20, "dot"), (66, 8, 64, "idw")]
+)
 def test_search(n: int, size: int, top_k: int, score: str) -> None:
     torch.manual_seed(n)
     check_search(torch.randn(2, 3, 2, size), torch.randn(2, 2, 2, n, size // 2), top_k, score)
@@ -171,7 +172,7 @@ def test_gradient_of_rows_kept_equals_that_of_the_table() -> None:
 @triton
 @scores
 def test_sparse_gradient(score: str) -> None:
-    given = draw(2, 6, 2, 8, 9, 5)
+    given = draw(1, 5, 2, 8, 6, 5)
     q, keys, values, d_o = (given[name].float().to(DEVICE) for name in ("in.q", "in.keys", "in.values", "cotangent.o"))
     grads = []
     for sparse in (False, True):
@@ -179,7 +180,7 @@ def test_sparse_gradient(score: str) -> None:
         o = pkm(q, keys, leaf, top_k=3, score=score, sparse_grad=sparse, level="triton")
         assert isinstance(o, Tensor)
         grads.append(torch.autograd.grad(o, leaf, d_o)[0])
-    assert grads[1].is_sparse and grads[1].is_coalesced() and grads[1]._nnz() < 81
+    assert grads[1].is_sparse and grads[1].is_coalesced() and grads[1]._nnz() < 36
     assert torch.equal(grads[1].to_dense(), grads[0])
 
 
