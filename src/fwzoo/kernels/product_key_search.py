@@ -26,7 +26,7 @@ from .gpu import read as read_values
 MOST_IN_BLOCK = 512  # sub-keys that a program scores: their scores stay in registers
 UNSURE = 2**-15  # error of an approximate score beside that of rounded sub-keys, to the squared lengths
 KEY_BF, KEY_W = 256, 8
-SPARE = 6  # candidates of a block beyond k
+SPARE = 8  # candidates of a block beyond k
 CUT = tl.constexpr(8e-5)  # what the last bits hold of a candidate's distance, at most: MOST_IN_BLOCK / 2^23
 NONE = tl.constexpr(0x7FFFFFFF)
 
@@ -125,7 +125,9 @@ def _candidates(
     square = tl.load(squares + first_key + i)
     longest = tl.max(square, 0)
     wrong = tl.sqrt(length * tl.max(tl.load(lost + first_key + i), 0)) + tl.sqrt(rest * longest)
-    wrong = 2 * wrong + unsure * (length + longest)
+    if IDW:
+        wrong *= 2
+    wrong += unsure * (length + longest)
     wrong = tl.where(length + longest >= 4e9, float("inf"), wrong)  # 16 bit may not hold them
     if IDW:
         scores = 2 * scores - square[None, :]
