@@ -28,7 +28,7 @@ UNSURE = 2**-15  # error of an approximate score beside that of rounded sub-keys
 KEY_BF, KEY_W = 256, 8
 SPARE = 8  # candidates of a block beyond k
 CUT = tl.constexpr(8e-5)  # what the last bits hold of a candidate's distance, at most: MOST_IN_BLOCK / 2^23
-NONE = tl.constexpr(0x7FFFFFFF)
+LARGEST = tl.constexpr(0x7FFFFFFF)
 
 
 class Found(NamedTuple):
@@ -112,16 +112,17 @@ def _candidates(
     row = (g * T + t) * H + h
     real, i = t < T, tl.arange(0, BN)
     scores = tl.zeros([BT, BN], tl.float32)
-    length, rest = tl.zeros([BT], tl.float32), tl.zeros([BT], tl.float32)
+    length, rest = tl.zeros([BT, BF], tl.float32), tl.zeros([BT, BF], tl.float32)
     for start in range(0, FP, BF):
         f = start + tl.arange(0, BF)
         x = read_values(q + (row * 2 + part)[:, None] * F + f[None, :], real[:, None] & (f < F)[None, :]).to(tl.float32)
         y = tl.load(rounded + (first_key + i)[None, :] * FP + f[:, None])
         near = x.to(y.dtype)
         d = x - near.to(tl.float32)
-        length += tl.sum(x * x, 1)
-        rest += tl.sum(d * d, 1)
+        length += x * x
+        rest += d * d
         scores = tl.dot(near, y, scores)
+    length, rest = tl.sum(length, 1), tl.sum(rest, 1)
     square = tl.load(squares + first_key + i)
     longest = tl.max(square, 0)
     wrong = tl.sqrt(length * tl.max(tl.load(lost + first_key + i), 0)) + tl.sqrt(rest * longest)
@@ -134,13 +135,15 @@ def _candidates(
     some = (block * BN + i < n)[None, :]
     scores = tl.where(some, scores, float("-inf"))
     best = tl.max(scores, 1)
-    key = ((best[:, None] - scores).to(tl.int32, bitcast=True) & (NONE - (BN - 1))) | i[None, :]
-    key = tl.where(some, key, NONE)
-    last = tl.full([BT], -1, tl.int32)
+    key = ((best[:, None] - scores).to(tl.int32, bitcast=True) & (LARGEST - (BN - 1))) | i[None, :]
+    key = tl.where(some, key, (LARGEST - (BN - 1)) | i[None, :])
     out = (row * 2 + part) * BLOCKS + block
-    for j in range(M):
-        last = tl.min(tl.where(key > last[:, None], key, NONE), 1)
-        tl.store(found + out * M + j, last, mask=real)
+    least = tl.zeros([BT], tl.int32)
+    for j in range(M):  # the lowest key from `least` on: those below it wrap around to large numbers
+        ahead = (key - least[:, None]).to(tl.uint32, bitcast=True)
+        least += tl.min(ahead, 1).to(tl.int32, bitcast=True)
+        tl.store(found + out * M + j, least, mask=real)
+        least += 1
     tl.store(bounds + out * 2, best, mask=real)
     tl.store(bounds + out * 2 + 1, wrong, mask=real)
 
@@ -170,7 +173,7 @@ def _count_before(x, i, scores, indices, part, size, SIZE: tl.constexpr, BR: tl.
     for start in range(0, size, BR):
         j = start + tl.arange(0, BR)[None, :]
         y = tl.load(scores + part * SIZE + j, mask=j < size, other=float("-inf"))
-        k = tl.load(indices + part * SIZE + j, mask=j < size, other=NONE)
+        k = tl.load(indices + part * SIZE + j, mask=j < size, other=LARGEST)
         count += tl.sum(_before(y[:, None, :], k[:, None, :], x[:, :, None], i[:, :, None]).to(tl.int32), 2)
     return count
 
@@ -201,7 +204,7 @@ def _pair_sums(pairs, index, half, p, n, TOP: tl.constexpr):
     a, b, some = pair & 0xFF, pair >> 8, pair >= 0
     total = tl.load(half + a, mask=some, other=0.0) + tl.load(half + TOP + b, mask=some, other=0.0)
     slot = tl.load(index + a, mask=some, other=0) * n + tl.load(index + TOP + b, mask=some, other=0)
-    return _ordered(total, some), tl.where(some, slot, NONE - p)
+    return _ordered(total, some), tl.where(some, slot, LARGEST - p)
 
 
 @triton.jit
@@ -284,16 +287,17 @@ def _finish(
     # which candidates may be among the best
     j = tl.arange(0, BC)[None, :]
     at, inside = (row * 2 + part) * BLOCKS + j // M, j // M < BLOCKS
-    key = tl.load(found + at * M + j % M, mask=inside, other=NONE)
-    there = key != NONE
-    i = tl.where(there, j // M * BN + (key & (BN - 1)), n + j)
-    away = (key & (NONE - (BN - 1))).to(tl.float32, bitcast=True)
+    key = tl.load(found + at * M + j % M, mask=inside, other=LARGEST)
+    i = j // M * BN + (key & (BN - 1))
+    there = inside & (i < n)
+    i = tl.where(there, i, n + j)
+    away = (key & (LARGEST - (BN - 1))).to(tl.float32, bitcast=True)
     about = _ordered(tl.load(bounds + at * 2, mask=inside, other=0.0) - away, there)
     wrong = tl.max(tl.load(bounds + at * 2 + 1, mask=inside, other=0.0), 1)
     rank = j + tl.zeros([2, BC], tl.int32) if BLOCKS == 1 else _ranks(about, i)
     least = tl.min(tl.where(rank < TOP, about - CUT * away, float("inf")), 1) - 2 * wrong
     near = there & (about >= least[:, None])
-    missed = (near & ((j % M == M - 1) | (rank >= BM))) | (wrong == float("inf"))[:, None]
+    missed = (near & ((j % M == M - 1) | (rank >= BM)) & (n > M)) | (wrong == float("inf"))[:, None]
     some = near | (rank < TOP)
     own_index, own_half = index + row * 2 * TOP, half + row * 2 * TOP
     own_scores, own_places = scratch + row * 4 * BM, (scratch + row * 4 * BM + 2 * BM).to(tl.pointer_type(tl.int32))
@@ -325,7 +329,7 @@ def _finish(
             tl.debug_barrier()
             size = tl.where(b > 0, TOP, 0)
             old = tl.load(own_half + part * TOP + o, mask=o < size, other=float("-inf"))
-            old_i = tl.load(own_index + part * TOP + o, mask=o < size, other=NONE)
+            old_i = tl.load(own_index + part * TOP + o, mask=o < size, other=LARGEST)
             rank = _count_before(score, i, own_scores, own_places, part, BM, BM, BR)
             rank += _count_before(score, i, own_half, own_index, part, size, TOP, BR)
             old_rank = o + _count_before(old, old_i, own_scores, own_places, part, BM, BM, BR)
@@ -436,7 +440,7 @@ def _search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float, reading
     q, keys = q.contiguous(), keys.contiguous()
     block_n = min(MOST_IN_BLOCK, max(16, triton.next_power_of_2(n)))
     blocks = triton.cdiv(n, block_n)
-    candidates = top_k + SPARE
+    candidates = min(top_k + SPARE, block_n)
     block_f = 32
     size_f = triton.cdiv(half_size, block_f) * block_f
     tables = groups * 2 * heads
@@ -479,7 +483,7 @@ def _search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float, reading
             BT=block_t,
             BF=block_f,
             IDW=idw,
-            num_warps=8 if block_t == 64 else 4,
+            num_warps=8,
             num_stages=3,
         )
         _finish[(groups * tokens * heads,)](
