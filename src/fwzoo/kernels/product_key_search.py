@@ -1,0 +1,881 @@
+"""Triton kernels of product-key memories: search, read and their gradients, shared by `pkm` and `fwpkm`.
+
+Imported only by the `triton` levels. Axis letters as in `product_keys`: G memories, T tokens of one, H heads, F = K / 2,
+n sub-keys a half, k slots read, V value size; M candidates.
+
+Search in two stages that together are exact. `_candidates` scores all sub-keys on tensor cores (idw as 2 q.k - |k|^2, from
+sub-keys in 16 bit) and keeps the M best of every block of them in registers. `_finish` scores these exactly (idw by
+differences) and takes the k best. The first stage knows how wrong it can be: where one of the sub-keys that it left out may
+belong to the k best, `_finish` scores all of them exactly.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .contract import INTERPRETING
+from .gpu import on_device
+from .gpu import read as read_values
+
+MOST_IN_BLOCK = 512  # sub-keys that a program scores: their scores stay in registers
+UNSURE = 2**-15  # error of an approximate score beside that of rounded sub-keys, to the squared lengths
+KEY_BF, KEY_W = 128, 8
+SPARE = 8  # candidates of a block beyond k
+CUT = tl.constexpr(8e-5)  # what the last bits hold of a candidate's distance, at most: MOST_IN_BLOCK / 2^23
+LARGEST = tl.constexpr(0x7FFFFFFF)
+
+
+class Found(NamedTuple):
+    """What every token reads.
+
+    Attributes:
+        slots: int32 `[G, T, H, k]`, best first. weights: their softmax weights, float32.
+        index: int32 `[G, T, H, 2, k]`, the sub-keys kept of each half, best first. half: their scores, float32.
+    """
+
+    slots: Tensor
+    weights: Tensor
+    index: Tensor
+    half: Tensor
+
+
+# --- search ---
+
+
+@triton.jit
+def _prepare(
+    keys,
+    rounded,
+    work,
+    n,
+    F: tl.constexpr,
+    FP: tl.constexpr,
+    NP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BF: tl.constexpr,
+):
+    """Every sub-key in 16 bit, padded to `[NP, FP]` with 0; in `work` its squared length, and that of what rounding lost."""
+    table = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    square, rest = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
+    for start in range(0, FP, BF):
+        f = start + tl.arange(0, BF)
+        x = read_values(keys + (table * n + row)[:, None] * F + f[None, :], (row < n)[:, None] & (f < F)[None, :])
+        x = x.to(tl.float32)
+        y = x.to(rounded.dtype.element_ty)
+        tl.store(rounded + (table * NP + row)[:, None] * FP + f[None, :], y)
+        d = x - y.to(tl.float32)
+        square += tl.sum(x * x, 1)
+        rest += tl.sum(d * d, 1)
+    squares = work.to(tl.pointer_type(tl.float32)) + table * NP + row
+    tl.store(squares, square)
+    tl.store(squares + tl.num_programs(0).to(tl.int64) * NP, rest)
+
+
+@triton.jit(do_not_specialize=["T", "total"])
+def _candidates(
+    q,
+    rounded,
+    work,
+    T,
+    H,
+    n,
+    total,
+    unsure,
+    F: tl.constexpr,
+    M: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BN: tl.constexpr,
+    FP: tl.constexpr,
+    BT: tl.constexpr,
+    BF: tl.constexpr,
+    IDW: tl.constexpr,
+):
+    """The M best of a block of sub-keys by approximate scores, best first. total: tokens times tables.
+
+    A candidate is how far it is from the block's best score (float32, taken as an integer) with its place in the last bits.
+    bounds: the best score, and how wrong a score can be.
+    """
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    block, other = tl.program_id(1) % BLOCKS, tl.program_id(1) // BLOCKS
+    part, h = other // H, other % H
+    g = tl.program_id(2).to(tl.int64)
+    first_key = (g * 2 * H + other) * (BLOCKS * BN) + block * BN
+    row = (g * T + t) * H + h
+    real, i = t < T, tl.arange(0, BN)
+    scores = tl.zeros([BT, BN], tl.float32)
+    length, rest = tl.zeros([BT, BF], tl.float32), tl.zeros([BT, BF], tl.float32)
+    for start in range(0, FP, BF):
+        f = start + tl.arange(0, BF)
+        x = read_values(q + (row * 2 + part)[:, None] * F + f[None, :], real[:, None] & (f < F)[None, :]).to(tl.float32)
+        y = tl.load(rounded + (first_key + i)[None, :] * FP + f[:, None])
+        near = x.to(y.dtype)
+        d = x - near.to(tl.float32)
+        length += x * x
+        rest += d * d
+        scores = tl.dot(near, y, scores)
+    length, rest = tl.sum(length, 1), tl.sum(rest, 1)
+    keys = tl.num_programs(2).to(tl.int64) * 2 * H * (BLOCKS * BN)
+    squares = work.to(tl.pointer_type(tl.float32)) + first_key + i
+    square = tl.load(squares)
+    longest = tl.max(square, 0)
+    wrong = tl.sqrt(length * tl.max(tl.load(squares + keys), 0)) + tl.sqrt(rest * longest)
+    if IDW:
+        wrong *= 2
+    wrong += unsure * (length + longest)
+    wrong = tl.where(length + longest >= 4e9, float("inf"), wrong)  # 16 bit may not hold them
+    if IDW:
+        scores = 2 * scores - square[None, :]
+    some = (block * BN + i < n)[None, :]
+    scores = tl.where(some, scores, float("-inf"))
+    best = tl.max(scores, 1)
+    key = ((best[:, None] - scores).to(tl.int32, bitcast=True) & (LARGEST - (BN - 1))) | i[None, :]
+    key = tl.where(some, key, (LARGEST - (BN - 1)) | i[None, :])
+    out = (row * 2 + part) * BLOCKS + block
+    found = work + 2 * keys
+    bounds = (found + total.to(tl.int64) * BLOCKS * M).to(tl.pointer_type(tl.float32))
+    least = tl.zeros([BT], tl.int32)
+    for j in range(M):  # the lowest key from `least` on: those below it wrap around to large numbers
+        ahead = (key - least[:, None]).to(tl.uint32, bitcast=True)
+        least += tl.min(ahead, 1).to(tl.int32, bitcast=True)
+        tl.store(found + out * M + j, least, mask=real)
+        least += 1
+    tl.store(bounds + out * 2, best, mask=real)
+    tl.store(bounds + out * 2 + 1, wrong, mask=real)
+
+
+@triton.jit
+def _ordered(x, some):
+    """x where `some`, else and in place of NaN -inf: every place in an order is then taken once."""
+    return tl.where(some & (x == x), x, float("-inf"))
+
+
+@triton.jit
+def _before(x, i, y, j):
+    """Whether (x, i) comes before (y, j): the larger first, the lower index first among equals."""
+    return (x > y) | ((x == y) & (i < j))
+
+
+@triton.jit
+def _ranks(x, i):
+    """Place of every element of `[2, M]` in the order of `_before`."""
+    return tl.sum(_before(x[:, None, :], i[:, None, :], x[:, :, None], i[:, :, None]).to(tl.int32), 2)
+
+
+@triton.jit
+def _count_before(x, i, scores, indices, part, size, SIZE: tl.constexpr, BR: tl.constexpr):
+    """How many of the first `size` entries in memory, `[2, SIZE]`, come before each of (x, i) `[2, M]`."""
+    count = tl.zeros_like(i)
+    for start in range(0, size, BR):
+        j = start + tl.arange(0, BR)[None, :]
+        y = tl.load(scores + part * SIZE + j, mask=j < size, other=float("-inf"))
+        k = tl.load(indices + part * SIZE + j, mask=j < size, other=LARGEST)
+        count += tl.sum(_before(y[:, None, :], k[:, None, :], x[:, :, None], i[:, :, None]).to(tl.int32), 2)
+    return count
+
+
+@triton.jit
+def _rank(x, i, scores, indices, part, M: tl.constexpr, BR: tl.constexpr):
+    """Place of every element of `[2, M]` in the order of `_before`; `scores` and `indices` are room for as many."""
+    if M <= BR:
+        rank = _ranks(x, i)
+    else:
+        at = part * M + tl.arange(0, M)[None, :]
+        tl.debug_barrier()
+        tl.store(scores + at, x)
+        tl.store(indices + at, i)
+        tl.debug_barrier()
+        rank = _count_before(x, i, scores, indices, part, M, M, BR)
+    return rank
+
+
+@triton.jit
+def _scores(q, keys, i, some, H, n, eps, F: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr, IDW: tl.constexpr):
+    """Exact scores of both query halves at `q` with sub-keys i `[2, M]` of the tables at `keys`; -inf where not `some`."""
+    part = tl.arange(0, 2)[:, None, None]
+    total = tl.zeros([2, BM, BF], tl.float32)
+    for start in tl.static_range(0, F, BF):
+        f = (start + tl.arange(0, BF))[None, None, :]
+        x = read_values(q + part * F + f, f < F).to(tl.float32)
+        y = read_values(keys + (part * H * n + i[:, :, None]) * F + f, some[:, :, None] & (f < F)).to(tl.float32)
+        if IDW:
+            total += (x - y) * (x - y)
+        else:
+            total += x * y
+    score = tl.sum(total, 2)
+    if IDW:
+        score = -tl.log(eps + score)
+    return _ordered(score, some)
+
+
+@triton.jit
+def _pair_sums(pairs, index, half, p, n, TOP: tl.constexpr):
+    """Pairs `p` of the two sorted halves: sums of scores and slots; -inf and slots behind all others where there is none."""
+    pair = tl.load(pairs + p)
+    a, b, some = pair & 0xFF, pair >> 8, pair >= 0
+    total = tl.load(half + a, mask=some, other=0.0) + tl.load(half + TOP + b, mask=some, other=0.0)
+    slot = tl.load(index + a, mask=some, other=0) * n + tl.load(index + TOP + b, mask=some, other=0)
+    return _ordered(total, some), tl.where(some, slot, LARGEST - p)
+
+
+@triton.jit
+def _add_rows(
+    total,
+    slot,
+    weight,
+    some,
+    v,
+    e,
+    table,
+    rows,
+    place,
+    kept,
+    V: tl.constexpr,
+    PLACED: tl.constexpr,
+    KEEP: tl.constexpr,
+):
+    """total + the weighted sum of some rows: of the table or, where `place` of the slot is not -1, of `rows`. e: for `kept`."""
+    slot = slot.to(tl.int64)
+    inside = some[:, None] & (v < V)[None, :]
+    if PLACED:
+        at = tl.load(place + slot, mask=some, other=-1).to(tl.int64)
+        x = read_values(table + slot[:, None] * V + v[None, :], inside & (at < 0)[:, None]).to(tl.float32)
+        own = tl.load(rows + at[:, None] * V + v[None, :], mask=inside & (at >= 0)[:, None], other=0.0)
+        x = tl.where((at >= 0)[:, None], own, x)
+    else:
+        x = read_values(table + slot[:, None] * V + v[None, :], inside).to(tl.float32)
+    if KEEP:
+        tl.store(kept + e[:, None] * V + v[None, :], x, mask=inside)
+    return total + tl.sum(x * weight[:, None], 0)
+
+
+@triton.jit(do_not_specialize=["T", "total", "begin"])
+def _finish(
+    q,
+    keys,
+    work,
+    pairs,
+    index,
+    half,
+    slots,
+    weights,
+    table,
+    rows,
+    place,
+    kept,
+    out,
+    T,
+    H,
+    n,
+    total,
+    begin,
+    eps,
+    F: tl.constexpr,
+    M: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BN: tl.constexpr,
+    TOP: tl.constexpr,
+    BC: tl.constexpr,
+    BM: tl.constexpr,
+    ROOM: tl.constexpr,
+    BR: tl.constexpr,
+    BK: tl.constexpr,
+    BF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BP: tl.constexpr,
+    IDW: tl.constexpr,
+    V: tl.constexpr,
+    BE: tl.constexpr,
+    BV: tl.constexpr,
+    READ: tl.constexpr,
+    PLACED: tl.constexpr,
+    KEEP: tl.constexpr,
+):
+    """One token and head: exact scores of the candidates, the best of each half, the best pairs, softmax (READ: and rows).
+
+    total: tokens times tables. begin: of the candidates in `work`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    g, h = row // (T * H), row % H
+    own_q, own_keys = q + row * 2 * F, keys + (g * 2 * H + h) * n * F
+    part, r = tl.arange(0, 2)[:, None], tl.arange(0, BM)[None, :]
+    found, size = work + begin, total.to(tl.int64) * BLOCKS
+    bounds = (found + size * M).to(tl.pointer_type(tl.float32))
+    own_scores = bounds + size * 2 + row * 4 * ROOM
+    own_places = (own_scores + 2 * ROOM).to(tl.pointer_type(tl.int32))
+    # which candidates may be among the best
+    j = tl.arange(0, BC)[None, :]
+    at, inside = (row * 2 + part) * BLOCKS + j // M, j // M < BLOCKS
+    key = tl.load(found + at * M + j % M, mask=inside, other=LARGEST)
+    i = j // M * BN + (key & (BN - 1))
+    there = inside & (i < n)
+    i = tl.where(there, i, n + j)
+    away = (key & (LARGEST - (BN - 1))).to(tl.float32, bitcast=True)
+    about = _ordered(tl.load(bounds + at * 2, mask=inside, other=0.0) - away, there)
+    wrong = tl.max(tl.load(bounds + at * 2 + 1, mask=inside, other=0.0), 1)
+    rank = j + tl.zeros([2, BC], tl.int32)  # a block's are in order
+    if BLOCKS > 1:
+        rank = _rank(about, i, own_scores, own_places, part, BC, BR)
+    least = tl.min(tl.where(rank < TOP, about - CUT * away, float("inf")), 1) - 2 * wrong
+    near = there & (about >= least[:, None])
+    missed = (near & ((j % M == M - 1) | (rank >= BM)) & (n > M)) | (wrong == float("inf"))[:, None]
+    some = near | (rank < TOP)
+    own_index, own_half = index + row * 2 * TOP, half + row * 2 * TOP
+    if BM < BC:
+        tl.debug_barrier()
+        tl.store(own_places + part * BM + rank, i, mask=some & (rank < BM))
+        tl.debug_barrier()
+        some = r < tl.sum(some.to(tl.int32), 1)[:, None]
+        i = tl.load(own_places + part * BM + r, mask=some, other=0)
+        tl.debug_barrier()
+    score = _scores(own_q, own_keys, i, some, H, n, eps, F, BM, BF, IDW)
+    i = tl.where(some, i, n + r)
+    rank = _rank(score, i, own_scores, own_places, part, BM, BR)
+    tl.store(own_index + part * TOP + rank, i, mask=rank < TOP)
+    tl.store(own_half + part * TOP + rank, score, mask=rank < TOP)
+    if tl.max(tl.max(missed.to(tl.int32), 1), 0) > 0:  # one that is no candidate may be among the best: score all
+        o = tl.arange(0, BK)[None, :]
+        for b in range(tl.cdiv(n, BM)):
+            tl.debug_barrier()
+            i = b * BM + r + tl.zeros([2, BM], tl.int32)
+            score = _scores(own_q, own_keys, i, i < n, H, n, eps, F, BM, BF, IDW)
+            tl.store(own_scores + part * BM + r, score)
+            tl.store(own_places + part * BM + r, i)
+            tl.debug_barrier()
+            listed = tl.where(b > 0, TOP, 0)
+            old = tl.load(own_half + part * TOP + o, mask=o < listed, other=float("-inf"))
+            old_i = tl.load(own_index + part * TOP + o, mask=o < listed, other=LARGEST)
+            rank = _count_before(score, i, own_scores, own_places, part, BM, BM, BR)
+            rank += _count_before(score, i, own_half, own_index, part, listed, TOP, BR)
+            old_rank = o + _count_before(old, old_i, own_scores, own_places, part, BM, BM, BR)
+            tl.debug_barrier()
+            tl.store(own_index + part * TOP + rank, i, mask=rank < TOP)
+            tl.store(own_half + part * TOP + rank, score, mask=rank < TOP)
+            tl.store(own_index + part * TOP + old_rank, old_i, mask=(o < listed) & (old_rank < TOP))
+            tl.store(own_half + part * TOP + old_rank, old, mask=(o < listed) & (old_rank < TOP))
+    # the best pairs
+    tl.debug_barrier()
+    total, slot = _pair_sums(pairs, own_index, own_half, tl.arange(0, PAIRS), n, TOP)
+    place_of = tl.zeros([PAIRS], tl.int32)
+    for start in range(0, PAIRS, BP):
+        more, more_slots = _pair_sums(pairs, own_index, own_half, start + tl.arange(0, BP), n, TOP)
+        before = _before(more[None, :], more_slots[None, :], total[:, None], slot[:, None])
+        place_of += tl.sum(before.to(tl.int32), 1)
+    chosen = place_of < TOP
+    weight = tl.where(chosen, tl.exp(total - tl.max(total, 0)), 0.0)
+    weight = weight / tl.sum(weight, 0)
+    tl.store(slots + row * TOP + place_of, slot, mask=chosen)
+    tl.store(weights + row * TOP + place_of, weight, mask=chosen)
+    if READ:
+        e = tl.arange(0, BE)
+        here = place_of[None, :] == e[:, None]
+        slot = tl.sum(tl.where(here, slot[None, :], 0), 1)
+        weight = tl.sum(tl.where(here, weight[None, :], 0.0), 1)
+        own = place
+        if PLACED:
+            own = place + g * (n * n)
+        for start in range(0, V, BV):
+            v = start + tl.arange(0, BV)
+            read = tl.zeros([BV], tl.float32)
+            read = _add_rows(read, slot, weight, e < TOP, v, row * TOP + e, table, rows, own, kept, V, PLACED, KEEP)
+            tl.store(out + row * V + v, read, mask=v < V)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _read(
+    slots,
+    weights,
+    table,
+    rows,
+    place,
+    kept,
+    out,
+    T,
+    N,
+    E: tl.constexpr,
+    V: tl.constexpr,
+    BE: tl.constexpr,
+    BV: tl.constexpr,
+    PLACED: tl.constexpr,
+    KEEP: tl.constexpr,
+):
+    """One token: the weighted sum of the rows of all heads."""
+    row = tl.program_id(0).to(tl.int64)
+    own = place
+    if PLACED:
+        own = place + (row // T) * N
+    for start in range(0, V, BV):
+        v = start + tl.arange(0, BV)
+        read = tl.zeros([BV], tl.float32)
+        for first in range(0, E, BE):
+            e = first + tl.arange(0, BE)
+            some, at = e < E, row * E + e
+            slot = tl.load(slots + at, mask=some, other=0)
+            weight = tl.load(weights + at, mask=some, other=0.0)
+            read = _add_rows(read, slot, weight, some, v, at, table, rows, own, kept, V, PLACED, KEEP)
+        tl.store(out + row * V + v, read, mask=v < V)
+
+
+@functools.cache
+def _pair_places(top_k: int) -> list[tuple[int, int]]:
+    """Places in two sorted lists whose sum can be among the `top_k` best."""
+    return [(a, b) for a in range(top_k) for b in range(top_k) if (a + 1) * (b + 1) <= top_k]
+
+
+@functools.cache
+def _pairs(top_k: int, device: torch.device) -> Tensor:
+    """The same as a + 256 b; -1 behind them."""
+    pairs = [a + 256 * b for a, b in _pair_places(top_k)]
+    padded = pairs + [-1] * (max(16, triton.next_power_of_2(len(pairs))) - len(pairs))
+    return torch.tensor(padded, dtype=torch.int32, device=device)
+
+
+def search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float) -> Found:
+    """The slots that queries `[G, T, H, K]` read in tables of sub-keys `[G, 2, H, n, F]`."""
+    return _search(q, keys, top_k, score, eps, None)
+
+
+def search_and_read(
+    q: Tensor,
+    keys: Tensor,
+    top_k: int,
+    score: str,
+    eps: float,
+    table: Tensor,
+    rows: Tensor | None = None,
+    place: Tensor | None = None,
+    kept: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Found]:
+    """`search`, and `read` of what it found: values `[G, T, V]`."""
+    if q.shape[2] > 1 or top_k > 16:
+        found = search(q, keys, top_k, score, eps)
+        return read(found.slots, found.weights, table, rows, place, kept, out_dtype), found
+    out = q.new_empty(*q.shape[:2], table.shape[1], dtype=out_dtype)
+    return out, _search(q, keys, top_k, score, eps, (table, rows, place, kept, out))
+
+
+class _Plan(NamedTuple):
+    """Blocks of a search, found once for every kind of call."""
+
+    tables: int  # of sub-keys of one memory: 2 H
+    rows: int  # sub-keys of a table, padded
+    size: int  # of a sub-key, padded
+    candidates: int  # of a token, head and half
+    block_t: int
+    prepare: dict[str, int]
+    score: dict[str, int]
+    finish: dict[str, int]
+
+
+@functools.cache
+def _plan(top_k: int, heads: int, n: int, half_size: int, many: bool) -> _Plan:
+    power = triton.next_power_of_2
+    block_n = min(MOST_IN_BLOCK, max(16, power(n)))
+    blocks = triton.cdiv(n, block_n)
+    candidates = min(top_k + SPARE, block_n)
+    rows, size, block_m = blocks * block_n, triton.cdiv(half_size, 32) * 32, max(16, power(top_k + 1))
+    block_c = max(16, power(blocks * candidates))
+    pairs = max(16, power(len(_pair_places(top_k))))
+    shared = {"F": half_size, "M": candidates, "BLOCKS": blocks, "BN": block_n}
+    return _Plan(
+        2 * heads,
+        rows,
+        size,
+        blocks * candidates,
+        block_t := 64 if many else 16,
+        {"F": half_size, "FP": size, "NP": rows, "ROWS": 16, "BF": 32},
+        {**shared, "FP": size, "BT": block_t, "BF": 32, "num_warps": 8, "num_stages": 3},
+        {
+            **shared,
+            "TOP": top_k,
+            "BC": block_c,
+            "BM": block_m,
+            "ROOM": max(block_m, block_c),
+            "BR": 16,
+            "BK": max(16, power(top_k)),
+            "BF": min(32, power(half_size)),
+            "PAIRS": pairs,
+            "BP": min(32, pairs),
+            "num_warps": 1 if block_m <= 16 else 4 if block_m <= 64 else 8,
+        },
+    )
+
+
+def _search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float, reading: Any) -> Found:
+    groups, tokens, heads, size = q.shape
+    n, half_size = keys.shape[3], size // 2
+    plan, idw = _plan(top_k, heads, n, half_size, groups * tokens * heads >= 1 << 12), score == "idw"
+    q, keys = q.contiguous(), keys.contiguous()
+    tables, total = groups * plan.tables, groups * tokens * plan.tables
+    rounded = torch.empty(
+        tables * plan.rows * plan.size, dtype=torch.float32 if INTERPRETING else torch.float16, device=q.device
+    )
+    work = torch.empty(  # lengths of sub-keys, candidates, their bounds, room to sort
+        2 * tables * plan.rows + total * (plan.candidates + 2 * plan.finish["BLOCKS"] + 2 * plan.finish["ROOM"]),
+        dtype=torch.int32,
+        device=q.device,
+    )
+    shape = (groups, tokens, heads, top_k)
+    halves = (groups, tokens, heads, 2, top_k)
+    found = Found(
+        torch.empty(shape, dtype=torch.int32, device=q.device),
+        torch.empty(shape, dtype=torch.float32, device=q.device),
+        torch.empty(halves, dtype=torch.int32, device=q.device),
+        torch.empty(halves, dtype=torch.float32, device=q.device),
+    )
+    pairs = _pairs(top_k, q.device)
+    with on_device(q):
+        _prepare[(tables, plan.rows // 16)](keys, rounded, work, n, **plan.prepare)
+        grid = (-(-tokens // plan.block_t), plan.tables * plan.score["BLOCKS"], groups)
+        _candidates[grid](q, rounded, work, tokens, heads, n, total, UNSURE, **plan.score, IDW=idw)
+        _finish[(groups * tokens * heads,)](
+            q,
+            keys,
+            work,
+            pairs,
+            *(found.index, found.half, found.slots, found.weights),
+            *(reading or (None,) * 5),
+            tokens,
+            heads,
+            n,
+            total,
+            2 * tables * plan.rows,
+            eps,
+            **plan.finish,
+            IDW=idw,
+            **_row_options(top_k, reading[0] if reading else None),
+            READ=reading is not None,
+            PLACED=reading is not None and reading[2] is not None,
+            KEEP=reading is not None and reading[3] is not None,
+        )
+    return found
+
+
+def _row_options(entries: int, table: Tensor | None) -> dict[str, int]:
+    return _row_blocks(entries, 1 if table is None else table.shape[1])
+
+
+@functools.cache
+def _row_blocks(entries: int, size: int) -> dict[str, int]:
+    return {
+        "V": size,
+        "BE": min(16, max(8, triton.next_power_of_2(entries))),
+        "BV": min(512, triton.next_power_of_2(size)),
+    }
+
+
+def read(
+    slots: Tensor,
+    weights: Tensor,
+    table: Tensor,
+    rows: Tensor | None = None,
+    place: Tensor | None = None,
+    kept: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Weighted sums of rows: `[G, T, V]`, summed over heads.
+
+    Args:
+        slots, weights: `[G, T, H, k]`, int32 and float32.
+        table: `[N, V]`, shared. rows: `[P, V]`, private rows, in whose place `place` int32 `[G, N]` puts them (-1: shared).
+        kept: filled with the rows as they are read, `[G, T, H * k, V]`.
+    """
+    groups, tokens, heads, top_k = slots.shape
+    out = weights.new_empty(groups, tokens, table.shape[1], dtype=out_dtype)
+    with on_device(weights):
+        _read[(groups * tokens,)](
+            slots,
+            weights,
+            table,
+            rows,
+            place,
+            kept,
+            out,
+            tokens,
+            table.shape[0],
+            E=heads * top_k,
+            **_row_options(heads * top_k, table),
+            PLACED=place is not None,
+            KEEP=kept is not None,
+            num_warps=4,
+        )
+    return out
+
+
+# --- gradients ---
+
+
+@triton.jit(do_not_specialize=["T"])
+def _backward(
+    q,
+    keys,
+    index,
+    half,
+    slots,
+    weights,
+    d_weights,
+    d_out,
+    table,
+    d_q,
+    pull,
+    T,
+    H,
+    n,
+    TOP: tl.constexpr,
+    BK: tl.constexpr,
+    F: tl.constexpr,
+    BF: tl.constexpr,
+    IDW: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEPT: tl.constexpr,
+):
+    """One token and head: gradients of its weights (given, and ROWS: through the rows), of its scores, of its query.
+
+    pull: of every sub-key kept of a half, its share of the query's gradient, `[G, T, H, 2, k]`. KEPT: `table` holds the rows
+    in the order in which they were read.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    g, h = row // (T * H), row % H
+    j = tl.arange(0, BK)
+    at, some = row * TOP + j, j < TOP
+    weight = tl.load(weights + at, mask=some, other=0.0)
+    slot = tl.load(slots + at, mask=some, other=0)
+    d_weight = tl.load(d_weights + at, mask=some, other=0.0)
+    if ROWS:
+        from_row = slot.to(tl.int64)
+        if KEPT:
+            from_row = at
+        for start in range(0, V, BV):
+            v = start + tl.arange(0, BV)
+            d = read_values(d_out + (row // H) * V + v, v < V).to(tl.float32)
+            x = read_values(table + from_row[:, None] * V + v[None, :], some[:, None] & (v < V)[None, :]).to(tl.float32)
+            d_weight += tl.sum(x * d[None, :], 1)
+    d_sum = weight * (d_weight - tl.sum(weight * d_weight, 0))
+    for part in range(2):
+        kept = (row * 2 + part) * TOP + j
+        i = tl.load(index + kept, mask=some, other=-1)
+        own = tl.where(part == 0, slot // n, slot % n)
+        c = tl.sum(tl.where((i[:, None] == own[None, :]) & some[None, :], d_sum[None, :], 0.0), 1)
+        if IDW:
+            c *= 2 * tl.exp(tl.load(half + kept, mask=some, other=0.0))
+        tl.store(pull + kept, c, mask=some)
+        own_q, own_keys = (row * 2 + part) * F, keys + ((g * 2 + part) * H + h) * n * F
+        needed = some & (c != 0)
+        for start in range(0, F, BF):
+            f = start + tl.arange(0, BF)
+            inside = needed[:, None] & (f < F)[None, :]
+            y = read_values(own_keys + i[:, None] * F + f[None, :], inside).to(tl.float32)
+            if IDW:
+                y = y - read_values(q + own_q + f, f < F).to(tl.float32)[None, :]
+            tl.store(d_q + own_q + f, tl.sum(tl.where(inside, y * c[:, None], 0.0), 0), mask=f < F)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _key_gradient(
+    q,
+    keys,
+    index,
+    pull,
+    d_keys,
+    T,
+    H,
+    n,
+    steps,
+    TOP: tl.constexpr,
+    F: tl.constexpr,
+    BF: tl.constexpr,
+    BN: tl.constexpr,
+    BT: tl.constexpr,
+    IDW: tl.constexpr,
+):
+    """What `steps` blocks of tokens add to the gradient of a block of sub-keys: the matrix of pulls, made here, times queries.
+
+    index, pull: `[G, H, 2, k, T]`.
+    """
+    i = tl.program_id(0) * BN + tl.arange(0, BN)
+    tables, parts = tl.num_programs(1), tl.cdiv(F, BF)
+    table, split = tl.program_id(1).to(tl.int64), tl.program_id(2) // parts
+    g, part, h = table // (2 * H), table // H % 2, table % H
+    f = tl.program_id(2) % parts * BF + tl.arange(0, BF)
+    total = tl.zeros([BN, BF], tl.float32)
+    pulls = tl.zeros([BN], tl.float32)
+    for step in range(split * steps, tl.minimum(split * steps + steps, tl.cdiv(T, BT))):
+        t = step * BT + tl.arange(0, BT)
+        row = ((g * T + t) * H + h) * 2 + part
+        mix = tl.zeros([BN, BT], tl.float32)
+        kept = ((g * H + h) * 2 + part) * TOP * T + t
+        for j in tl.static_range(TOP):
+            own = tl.load(index + kept + j * T, mask=t < T, other=-1)
+            c = tl.load(pull + kept + j * T, mask=t < T, other=0.0)
+            mix = tl.where(i[:, None] == own[None, :], c[None, :], mix)
+        x = read_values(q + row[:, None] * F + f[None, :], (t < T)[:, None] & (f < F)[None, :]).to(tl.float32)
+        total = tl.dot(mix, x, total, input_precision="tf32x3")
+        if IDW:
+            pulls += tl.sum(mix, 1)
+    inside = (i < n)[:, None] & (f < F)[None, :]
+    if IDW:
+        total -= pulls[:, None] * read_values(keys + (table * n + i)[:, None] * F + f[None, :], inside).to(tl.float32)
+    out = d_keys + ((split * tables + table) * n + i)[:, None] * F + f[None, :]
+    tl.store(out, total, mask=inside)
+
+
+@triton.jit
+def _sum_readers(
+    order,
+    bounds,
+    weights,
+    d_out,
+    out,
+    E: tl.constexpr,
+    V: tl.constexpr,
+    BE: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """One row of the table's gradient: the weighted sum of what its readers got, in the order of tokens. E: reads a token."""
+    m = tl.program_id(0).to(tl.int64)
+    begin, end = tl.load(bounds + m), tl.load(bounds + m + 1)
+    for start in range(0, V, BV):
+        v = start + tl.arange(0, BV)
+        total = tl.zeros([BV], tl.float32)
+        for first in range(begin, end, BE):
+            e = first + tl.arange(0, BE)
+            entry = tl.load(order + e, mask=e < end, other=0)
+            weight = tl.load(weights + entry, mask=e < end, other=0.0)
+            inside = (e < end)[:, None] & (v < V)[None, :]
+            x = read_values(d_out + (entry // E)[:, None] * V + v[None, :], inside).to(tl.float32)
+            total += tl.sum(x * weight[:, None], 0)
+        tl.store(out + m * V + v, total, mask=v < V)
+
+
+def backward(
+    q: Tensor,
+    keys: Tensor,
+    found: Found,
+    score: str,
+    d_weights: Tensor,
+    d_out: Tensor | None = None,
+    table: Tensor | None = None,
+    kept: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of a search, and of a read from a shared table.
+
+    Args:
+        d_weights: gradient of the weights `[G, T, H, k]`.
+        d_out: that of what was read from `table` `[N, V]`, `[G, T, V]`. kept: `table` holds the rows in the order in which
+            they were read, `[G * T * H * k, V]`.
+
+    Returns: the gradient of q, and what `key_gradient` needs.
+    """
+    groups, tokens, heads, top_k = found.slots.shape
+    half_size = q.shape[3] // 2
+    q, keys, d_weights = q.contiguous(), keys.contiguous(), d_weights.contiguous()
+    d_q, pull = torch.empty_like(q), torch.empty_like(found.half)
+    block_k = max(16, triton.next_power_of_2(top_k))
+    size = 1 if table is None else table.shape[1]
+    with on_device(q):
+        _backward[(groups * tokens * heads,)](
+            q,
+            keys,
+            found.index,
+            found.half,
+            found.slots,
+            found.weights,
+            d_weights,
+            None if d_out is None else d_out.contiguous(),
+            table,
+            d_q,
+            pull,
+            tokens,
+            heads,
+            keys.shape[3],
+            TOP=top_k,
+            BK=block_k,
+            F=half_size,
+            BF=min(triton.next_power_of_2(half_size), 4096 // block_k),
+            IDW=score == "idw",
+            V=size,
+            BV=min(triton.next_power_of_2(size), 4096 // block_k),
+            ROWS=table is not None,
+            KEPT=kept,
+            num_warps=4,
+        )
+    return d_q, pull
+
+
+def key_gradient(q: Tensor, keys: Tensor, found: Found, score: str, pull: Tensor) -> Tensor:
+    """The gradient of the sub-keys `[G, 2, H, n, F]`, float32."""
+    groups, tokens, heads, top_k = found.slots.shape
+    n, half_size = keys.shape[3:]
+    tables, block_n, block_t = groups * 2 * heads, 64, 32
+    block_f = min(KEY_BF, max(16, triton.next_power_of_2(half_size)))
+    blocks = triton.cdiv(tokens, block_t)
+    splits = max(1, min(blocks, 512 // (triton.cdiv(n, block_n) * tables)))
+    steps = triton.cdiv(blocks, splits)
+    parts = q.new_empty(splits, *keys.shape, dtype=torch.float32)
+    with on_device(q):
+        _key_gradient[(triton.cdiv(n, block_n), tables, splits * triton.cdiv(half_size, block_f))](
+            q.contiguous(),
+            keys.contiguous(),
+            found.index.movedim(1, -1).contiguous(),
+            pull.movedim(1, -1).contiguous(),
+            parts,
+            tokens,
+            heads,
+            n,
+            steps,
+            TOP=top_k,
+            F=half_size,
+            BF=block_f,
+            BN=block_n,
+            BT=block_t,
+            IDW=score == "idw",
+            num_warps=KEY_W,
+        )
+    return parts.sum(0)
+
+
+def table_gradient(d_out: Tensor, slots: Tensor, weights: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """The gradient of a table of `size` rows: `[N, V]`, every row the sum over its readers.
+
+    Args:
+        d_out: `[X, V]`. slots, weights: `[X, E]`, the rows that were read and their weights.
+    """
+    ordered, order = torch.sort(slots.flatten(), stable=True)
+    bounds = torch.searchsorted(ordered, torch.arange(size + 1, device=d_out.device, dtype=ordered.dtype))
+    return _sum_of_readers(d_out, order, bounds, weights, dtype)
+
+
+def sparse_table_gradient(d_out: Tensor, slots: Tensor, weights: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The same without the rows that nobody read: the rows `[M]` (ascending, each once), and their gradient `[M, V]`."""
+    ordered, order = torch.sort(slots.flatten(), stable=True)
+    rows, counts = torch.unique_consecutive(ordered, return_counts=True)
+    bounds = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    return rows, _sum_of_readers(d_out, order, bounds, weights, dtype)
+
+
+def _sum_of_readers(d_out: Tensor, order: Tensor, bounds: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    size = d_out.shape[1]
+    out = d_out.new_empty(bounds.shape[0] - 1, size, dtype=dtype)
+    with on_device(d_out):
+        _sum_readers[(out.shape[0],)](
+            order,
+            bounds,
+            weights.contiguous(),
+            d_out.contiguous(),
+            out,
+            E=weights.shape[1],
+            V=size,
+            BE=4,
+            BV=min(512, triton.next_power_of_2(size)),
+            num_warps=4,
+        )
+    return out
