@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import contract
-from ..contract import Op
+from ..contract import Limits, Op
 from ..product_keys import check_finite, check_query_and_keys, check_retrieval, check_table
 from ..samples import FLOATS, Draw, Sample, Samples
 from . import chunk
@@ -31,7 +31,30 @@ def _samples(draw: Draw) -> Samples:
         yield Sample(score, tokens, gate, tables, {"chunk_size": 64, "score": score}, FLOATS[:1])
 
 
-FWPKM = contract.register(Op("fwpkm", {"reference": fwpkm_reference, "chunk": fwpkm_chunk}, samples=_samples))
+def _triton(*arguments: Any) -> tuple[Tensor, FwpkmState]:
+    from .triton import fwpkm_triton  # only here: fwzoo does not need triton
+
+    return fwpkm_triton(*arguments)
+
+
+def _limits(
+    few: bool, backward: bool, *, group: Any = None, max_slots: int | None = None, **_: Any
+) -> Limits:
+    if group is not None:
+        return Limits(cannot="a memory shared by a process group is pooled by level 'chunk' only")
+    if max_slots is not None:
+        return Limits(cannot="max_slots is given, and the Triton kernels do not count the slots of a memory")
+    return Limits()
+
+
+FWPKM = contract.register(
+    Op(
+        "fwpkm",
+        {"reference": fwpkm_reference, "chunk": fwpkm_chunk, "triton": _triton},
+        samples=_samples,
+        limits=_limits,
+    )
+)
 
 
 def fwpkm(
@@ -130,7 +153,8 @@ def fwpkm(
     state = empty if state is None else _check_state(state, empty, sequences, keys, values, options)
     check_finite(mask, q=q, v=v, gate=gate)
     check_finite(None, keys=state.keys, values=values)
-    run = FWPKM.resolve(level, q.shape[1])
+    limits = _limits(False, False, group=group, max_slots=max_slots)
+    run = FWPKM.resolve(level, q.shape[1], (q, q, v), limits)
     if q.is_meta:  # no values to choose slots by: shapes only, those of a memory that has not written yet
         return torch.empty_like(v), state
     return run(q, v, gate, keys.detach(), values.detach(), options, state, mask, bounds)
@@ -192,4 +216,6 @@ def _check_state(
             f"state was made from other tables (sums {state.base[0].tolist()}); keys and values must be those it was made "
             f"from (sums {expected.tolist()})"
         )
-    return FwpkmState(*(x.detach().to(like.dtype) for x, like in zip(state, empty, strict=True)))
+    # integers as they are: of a count that came from here the clock knows what it holds
+    pairs = zip(state, empty, strict=True)
+    return FwpkmState(*(x.detach().to(like.dtype) if like.is_floating_point() else x for x, like in pairs))

@@ -1,0 +1,783 @@
+"""The tables of all memories during a call on a GPU: a map from slots to rows, and the kernels that read and write rows.
+
+A written row lies in `held`, the rows of the incoming state, which stay as they are, or in a pool that only grows. Which
+one is said by a number: 0 for the checkpoint's row, 1 to P for the rows of `held`, more for the pool.
+
+A chunk is written in four launches. While it is read, every entry (a token and one of the slots that it reads) counts
+itself at its slot. Then every slot gets a run of places, its entries are put there, and a program a slot adds them up.
+Atomic additions decide in what order the entries of a slot lie, so they are added up exactly: as whole multiples of a unit
+that the largest of them sets, in float64, where any order gives the same bits. The sub-keys go the same way.
+
+Axis letters: X tokens of a chunk, all sequences after one another; E = H * k entries a token; S = n * n slots.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..gpu import on_device, read
+from .state import FwpkmState, Options
+
+TILE = 4096  # numbers that a program holds at a time
+LINE = 1024  # entries of a program that handles them one by one
+PROGRAMS = 4224  # that write rows: as many as an H200 runs at once
+ROOM = 512 << 20  # bytes that the pool may have to spare without looking at how much of it is used
+UNIT = 40  # the use of a sub-key is counted in units of 2^-UNIT
+
+
+@triton.jit
+def _unit(bound):
+    """What to add to float64 numbers up to `bound` and to take away again, so that up to 2^18 of them add up without rounding."""
+    power = (bound.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return power.to(tl.float64) * 786432.0
+
+
+@triton.jit
+def _rows(number, slot, ok, values, held, pool, P, c, V: tl.constexpr):
+    """The rows `[., BV]` of slots in float32. number: where they lie; None: in `values`."""
+    inside = ok[:, None] & (c < V)[None, :]
+    at = slot.to(tl.int64)[:, None] * V + c[None, :]
+    if number is None:
+        return read(values + at, inside).to(tl.float32)
+    written = (number > 0)[:, None]
+    place = (number - 1).to(tl.int64)[:, None]
+    row = tl.where(place < P, held + place * V, pool + (place - P) * V) + c[None, :]
+    return tl.where(
+        written, read(row, inside & written).to(tl.float32), read(values + at, inside & (written == 0)).to(tl.float32)
+    )
+
+
+@triton.jit
+def _normalised(x, c, V: tl.constexpr):
+    """One row with mean 0 and variance 1."""
+    mean = tl.sum(x, 0) / V
+    centred = tl.where(c < V, x - mean, 0.0)
+    return centred / tl.sqrt(tl.sum(centred * centred, 0) / V + 1e-5)
+
+
+@triton.jit(do_not_specialize=["P", "S1", "W", "L", "start", "per", "first", "L_out"])
+def _read_kernel(
+    slots,
+    weights,
+    numbers,
+    values,
+    held,
+    pool,
+    P,
+    S1,
+    o,
+    kept,
+    index,
+    half,
+    v,
+    target,
+    known,
+    real,
+    due,
+    gate,
+    residual,
+    peak,
+    count,
+    rank,
+    sub_count,
+    sub_rank,
+    use,
+    W,
+    L,
+    start,
+    per,
+    first,
+    L_out,
+    E: tl.constexpr,
+    V: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    N_SUB: tl.constexpr,
+    WRITES: tl.constexpr,
+    KEYS: tl.constexpr,
+    GATED: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    UNIT: tl.constexpr,
+    BE: tl.constexpr,
+    BH: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """What one token reads; when its chunk is written, also its residual, and its entries are counted."""
+    x = tl.program_id(0).to(tl.int64)
+    n, g = x // W, x // per
+    tick = n * L + start + x - n * W
+    c, e = tl.arange(0, BV), tl.arange(0, BE)
+    total = tl.zeros([BV], tl.float32)
+    for begin in range(0, E, BE):
+        ok = begin + e < E
+        at = x * E + begin + e
+        slot = tl.load(slots + at, mask=ok, other=0)
+        number = None
+        if numbers is not None:
+            number = tl.load(numbers + g * S1 + slot, mask=ok, other=0)
+            if kept is not None:
+                tl.store(kept + at, number, mask=ok)
+        weight = tl.load(weights + at, mask=ok, other=0.0)
+        total += tl.sum(_rows(number, slot, ok, values, held, pool, P, c, V) * weight[:, None], 0)
+    out = n * L_out + start - first + x - n * W
+    tl.store(o + out * V + c, total.to(o.dtype.element_ty), mask=c < V)
+    if WRITES:
+        now = 1
+        if due is not None:
+            now = tl.load(due + n).to(tl.int32)
+        alive = tl.load(known + tick).to(tl.int32) * now
+        goal = read(v + (n * L + tl.load(target + tick)) * V + c, (c < V) & (alive > 0)).to(tl.float32)
+        if NORMALIZE:
+            goal = _normalised(goal, c, V)
+        step = tl.where((c < V) & (alive > 0), goal - total, 0.0)
+        if GATED:
+            step = step * tl.load(gate + tick).to(tl.float32)
+        tl.store(residual + x * V + c, step, mask=c < V)
+        tl.store(peak + x, tl.max(tl.abs(step), 0))
+        for begin in range(0, E, BE):
+            ok = begin + e < E
+            at = x * E + begin + e
+            slot = tl.load(slots + at, mask=ok, other=0)
+            place = tl.atomic_add(count + g * S1 + slot, 1, mask=ok & (alive > 0), sem="relaxed")
+            tl.store(rank + at, tl.where(alive > 0, place, -1), mask=ok)
+        if KEYS:
+            alive = tl.load(real + tick).to(tl.int32) * now
+            r, j = tl.arange(0, BH), tl.arange(0, BK)
+            ok = (r < 2 * H)[:, None] & (j < K)[None, :]
+            at = (x * 2 * H + r)[:, None] * K + j[None, :]
+            score = tl.load(half + at, mask=ok, other=float("-inf"))
+            share = tl.exp(score - tl.max(score, 1)[:, None])
+            share = share / tl.sum(share, 1)[:, None]
+            table = ((g * 2 + r % 2) * H + r // 2) * N_SUB
+            bin = table[:, None] + tl.load(index + at, mask=ok, other=0)
+            ok_now = ok & (alive > 0)
+            place = tl.atomic_add(sub_count + bin, 1, mask=ok_now, sem="relaxed")
+            tl.store(sub_rank + at, tl.where(alive > 0, place, -1), mask=ok)
+            whole = (share.to(tl.float64) * (1 << UNIT)).to(tl.int64)
+            tl.atomic_add(use + bin, whole, mask=ok_now, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["P", "S1", "per", "entries", "bins", "stamp", "blocks"])
+def _allocate_kernel(
+    slots,
+    rank,
+    count,
+    begin,
+    numbers,
+    written,
+    stamps,
+    row_slot,
+    row_old,
+    sub_count,
+    sub_begin,
+    cursors,
+    used,
+    P,
+    S1,
+    per,
+    entries,
+    bins,
+    stamp,
+    blocks,
+    E: tl.constexpr,
+    KEEP: tl.constexpr,
+    LINE: tl.constexpr,
+):
+    """A run of places for the entries of every slot (by the first of them) and of every sub-key; a row for every slot.
+
+    cursors: entries placed, rows, entries of sub-keys placed.
+    """
+    block = tl.program_id(0)
+    if block < blocks:
+        at = block * LINE + tl.arange(0, LINE)
+        head = tl.load(rank + at, mask=at < entries, other=-1) == 0
+        g = at // (per * E)
+        slot = g.to(tl.int64) * S1 + tl.load(slots + at, mask=head, other=0)
+        size = tl.load(count + slot, mask=head, other=0)
+        ends = tl.cumsum(size, 0)
+        tl.store(begin + slot, tl.atomic_add(cursors, tl.sum(size, 0)) + ends - size, mask=head)
+        one = head.to(tl.int32)
+        row = tl.atomic_add(cursors + 1, tl.sum(one, 0)) + tl.cumsum(one, 0) - one
+        old = tl.load(numbers + slot, mask=head, other=0)
+        tl.store(row_slot + row, slot, mask=head)
+        tl.store(row_old + row, old, mask=head)
+        if KEEP:
+            fresh = one
+        else:
+            fresh = (head & (old <= P)).to(tl.int32)
+        place = P + tl.atomic_add(used, tl.sum(fresh, 0)) + tl.cumsum(fresh, 0)
+        tl.store(numbers + slot, place, mask=fresh > 0)
+        tl.store(written + slot, tl.load(stamps + g, mask=head, other=0) + stamp, mask=head)
+    else:
+        at = (block - blocks) * LINE + tl.arange(0, LINE)
+        size = tl.load(sub_count + at, mask=at < bins, other=0)
+        ends = tl.cumsum(size, 0)
+        tl.store(sub_begin + at, tl.atomic_add(cursors + 2, tl.sum(size, 0)) + ends - size, mask=at < bins)
+
+
+@triton.jit(do_not_specialize=["S1", "per", "entries", "rows", "blocks"])
+def _place_kernel(
+    slots,
+    rank,
+    begin,
+    order,
+    q,
+    index,
+    half,
+    sub_rank,
+    sub_begin,
+    use,
+    tokens,
+    sub_order,
+    sub_weight,
+    sub_bound,
+    S1,
+    per,
+    entries,
+    rows,
+    blocks,
+    E: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    F: tl.constexpr,
+    N_SUB: tl.constexpr,
+    IDW: tl.constexpr,
+    UNIT: tl.constexpr,
+    LINE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BK: tl.constexpr,
+    BF: tl.constexpr,
+):
+    """Put every entry into its place; and the entries of the sub-keys, with their weights in the gradient."""
+    block = tl.program_id(0)
+    if block < blocks:
+        at = block * LINE + tl.arange(0, LINE)
+        place = tl.load(rank + at, mask=at < entries, other=-1)
+        ok = place >= 0
+        slot = (at // (per * E)).to(tl.int64) * S1 + tl.load(slots + at, mask=ok, other=0)
+        tl.store(order + tl.load(begin + slot, mask=ok, other=0) + place, at, mask=ok)
+    else:
+        r, j = (block - blocks) * ROWS + tl.arange(0, ROWS), tl.arange(0, BK)
+        ok = (r < rows)[:, None] & (j < K)[None, :]
+        at = r.to(tl.int64)[:, None] * K + j[None, :]
+        place = tl.load(sub_rank + at, mask=ok, other=-1)
+        score = tl.load(half + at, mask=ok, other=float("-inf"))
+        largest = tl.max(tl.where(ok, score, float("-inf")), 1)
+        share = tl.exp(score - tl.where(r < rows, largest, 0.0)[:, None])
+        share = share / tl.where(r < rows, tl.sum(share, 1), 1.0)[:, None]
+        h, g = (r // 2) % H, r // (2 * H * per)
+        bin = (((g * 2 + r % 2) * H + h) * N_SUB)[:, None] + tl.load(index + at, mask=ok, other=0)
+        number = tl.maximum(tl.load(tokens + g, mask=r < rows, other=1), 1).to(tl.float32)[:, None]
+        total = tl.load(use + bin, mask=place >= 0, other=0).to(tl.float64) * (1.0 / (1 << UNIT))
+        mean = total.to(tl.float32) / number
+        mean = tl.log(tl.where(mean > 0, mean, 1.0))
+        weight = share * (mean - tl.sum(share * mean, 1)[:, None]) / number
+        if IDW:
+            score = tl.where(ok, score, 0.0)
+            weight = 2.0 * weight * tl.exp(score)
+            bound = tl.abs(weight) * tl.exp(-0.5 * score)
+        else:
+            f = tl.arange(0, BF)
+            query = read(q + r.to(tl.int64)[:, None] * F + f[None, :], (r < rows)[:, None] & (f < F)[None, :])
+            bound = tl.abs(weight) * tl.max(tl.abs(query.to(tl.float32)), 1)[:, None]
+        to = tl.load(sub_begin + bin, mask=place >= 0, other=0) + place
+        tl.store(sub_order + to, tl.broadcast_to(r[:, None], [ROWS, BK]), mask=place >= 0)
+        tl.store(sub_weight + to, weight, mask=place >= 0)
+        tl.store(sub_bound + to, bound, mask=place >= 0)
+
+
+@triton.jit(do_not_specialize=["P", "S1", "rate"])
+def _write_kernel(
+    row_slot,
+    row_old,
+    numbers,
+    count,
+    begin,
+    order,
+    weights,
+    residual,
+    peak,
+    values,
+    held,
+    pool,
+    cursors,
+    P,
+    S1,
+    rate,
+    E: tl.constexpr,
+    V: tl.constexpr,
+    AVERAGE: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BE: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """One slot after the other: its row, and what its entries add to it."""
+    c, e = tl.arange(0, BV), tl.arange(0, BE)
+    for i in range(tl.program_id(0), tl.load(cursors + 1), PROGRAMS):
+        slot = tl.load(row_slot + i)
+        size, start = tl.load(count + slot), tl.load(begin + slot)
+        old = tl.load(row_old + i) + tl.zeros([1], tl.int32)
+        row = _rows(old, slot % S1 + tl.zeros([1], tl.int64), old >= 0, values, held, pool, P, c, V)
+        row = tl.reshape(row, [BV])
+        if size == 1:
+            entry = tl.load(order + start)
+            step = read(residual + (entry // E).to(tl.int64) * V + c, c < V)
+            change = tl.load(weights + entry) * step
+        else:
+            bound = 0.0
+            for first in range(0, size, BE):
+                ok = first + e < size
+                entry = tl.load(order + start + first + e, mask=ok, other=0)
+                weight = tl.load(weights + entry, mask=ok, other=0.0)
+                bound = tl.maximum(bound, tl.max(tl.abs(weight) * tl.load(peak + entry // E, mask=ok, other=0.0), 0))
+            unit = _unit(bound)
+            total = tl.zeros([BV], tl.float64)
+            for first in range(0, size, BE):
+                ok = first + e < size
+                entry = tl.load(order + start + first + e, mask=ok, other=0)
+                weight = tl.load(weights + entry, mask=ok, other=0.0)
+                at = (entry // E).to(tl.int64)[:, None] * V + c[None, :]
+                step = read(residual + at, ok[:, None] & (c < V)[None, :]) * weight[:, None]
+                total += tl.sum((step.to(tl.float64) + unit) - unit, 0)
+            change = total.to(tl.float32)
+        if AVERAGE:
+            change = change * (rate / size)
+        else:
+            change = change * rate
+        new = (tl.load(numbers + slot) - 1 - P).to(tl.int64)
+        tl.store(pool + new * V + c, row + change, mask=c < V)
+        tl.store(count + slot, 0)
+
+
+@triton.jit(do_not_specialize=["rate"])
+def _keys_kernel(
+    q,
+    keys,
+    new_keys,
+    sub_count,
+    sub_begin,
+    sub_order,
+    sub_weight,
+    sub_bound,
+    use,
+    rate,
+    F: tl.constexpr,
+    IDW: tl.constexpr,
+    BE: tl.constexpr,
+    BF: tl.constexpr,
+):
+    """One sub-key: its gradient step."""
+    bin = tl.program_id(0).to(tl.int64)
+    f, e = tl.arange(0, BF), tl.arange(0, BE)
+    key = tl.load(keys + bin * F + f, mask=f < F, other=0.0)
+    size, start = tl.load(sub_count + bin), tl.load(sub_begin + bin)
+    if size > 0:
+        bound = 0.0
+        for first in range(0, size, BE):
+            bound = tl.maximum(
+                bound, tl.max(tl.load(sub_bound + start + first + e, mask=first + e < size, other=0.0), 0)
+            )
+        unit = _unit(bound * 1.01)
+        total = tl.zeros([BF], tl.float64)
+        for first in range(0, size, BE):
+            ok = first + e < size
+            row = tl.load(sub_order + start + first + e, mask=ok, other=0).to(tl.int64)
+            weight = tl.load(sub_weight + start + first + e, mask=ok, other=0.0)
+            query = read(q + row[:, None] * F + f[None, :], ok[:, None] & (f < F)[None, :]).to(tl.float32)
+            if IDW:
+                query = query - key[None, :]
+            step = query * weight[:, None]
+            total += tl.sum((step.to(tl.float64) + unit) - unit, 0)
+        key = key - rate * total.to(tl.float32)
+        tl.store(sub_count + bin, 0)
+        tl.store(use + bin, 0)
+    tl.store(new_keys + bin * F + f, key, mask=f < F)
+
+
+@triton.jit(do_not_specialize=["P", "M", "halvings", "T", "C"])
+def _step_kernel(
+    slots,
+    weights,
+    found,
+    where,
+    values,
+    held,
+    P,
+    M,
+    halvings,
+    mask,
+    o,
+    q,
+    v,
+    gate,
+    count,
+    old_q,
+    old_v,
+    old_gate,
+    old_real,
+    T,
+    C,
+    E: tl.constexpr,
+    V: tl.constexpr,
+    QUERY: tl.constexpr,
+    BE: tl.constexpr,
+    BV: tl.constexpr,
+    BQ: tl.constexpr,
+):
+    """One token of a memory that is not written yet: what it reads, by binary search; and it is put with what waits.
+
+    found: slots of the state, `[G, M]`. where: their rows in `held`.
+    """
+    x = tl.program_id(0).to(tl.int64)
+    n = x // T
+    c, e = tl.arange(0, BV), tl.arange(0, BE)
+    alive = 1
+    if mask is not None:
+        alive = tl.load(mask + x).to(tl.int32)
+    total = tl.zeros([BV], tl.float32)
+    for begin in range(0, E, BE):
+        ok = (begin + e < E) & (alive > 0)
+        slot = tl.load(slots + x * E + begin + e, mask=ok, other=0)
+        weight = tl.load(weights + x * E + begin + e, mask=ok, other=0.0)
+        number = None
+        if found is not None:
+            at, half = n * M + tl.zeros([BE], tl.int64), M
+            for _ in range(halvings):
+                half = half // 2
+                at += tl.where(tl.load(found + at + half - 1, mask=ok, other=0) < slot, half, 0)
+            mine = ok & (tl.load(found + at, mask=ok, other=-1) == slot)
+            number = (tl.load(where + at, mask=mine, other=-1) + 1).to(tl.int32)
+        total += tl.sum(_rows(number, slot, ok, values, held, held, P, c, V) * tl.where(ok, weight, 0.0)[:, None], 0)
+    tl.store(o + x * V + c, total.to(o.dtype.element_ty), mask=c < V)
+    to = n * C + tl.load(count + n) + x - n * T
+    d = tl.arange(0, BQ)
+    tl.store(old_q + to * QUERY + d, tl.load(q + x * QUERY + d, mask=d < QUERY), mask=(d < QUERY) & (alive > 0))
+    tl.store(old_v + to * V + c, tl.load(v + x * V + c, mask=c < V), mask=(c < V) & (alive > 0))
+    tl.store(old_gate + to, tl.load(gate + x).to(old_gate.dtype.element_ty), mask=alive > 0)
+    tl.store(old_real + to, alive > 0, mask=alive > 0)
+
+
+@triton.jit(do_not_specialize=["P", "W", "first", "L_out"])
+def _weights_backward_kernel(
+    d_o,
+    d_weights,
+    slots,
+    kept,
+    values,
+    held,
+    pool,
+    P,
+    W,
+    first,
+    L_out,
+    E: tl.constexpr,
+    V: tl.constexpr,
+    BE: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """Gradient of the weights of the rows that one token read, from that of what it read."""
+    x = tl.program_id(0).to(tl.int64)
+    n = x // W
+    c, e = tl.arange(0, BV), tl.arange(0, BE)
+    upstream = read(d_o + (n * L_out + first + x - n * W) * V + c, c < V).to(tl.float32)
+    for begin in range(0, E, BE):
+        ok = begin + e < E
+        at = x * E + begin + e
+        slot = tl.load(slots + at, mask=ok, other=0)
+        number = None
+        if kept is not None:
+            number = tl.load(kept + at, mask=ok, other=0)
+        rows = _rows(number, slot, ok, values, held, pool, P, c, V)
+        tl.store(d_weights + at, tl.sum(rows * upstream[None, :], 1), mask=ok)
+
+
+class Chunk(NamedTuple):
+    """Where the tokens of a chunk lie in the streams, and what is known of them.
+
+    Attributes:
+        start, width: first tick, and how many. total: ticks of a stream. first, read: the first tick that is read in the
+            call, and how many are.
+        v: values `[N, L, V]`. gate `[N, L]`. target: int64 `[N, L]`. known, real: bool `[N, L]`.
+        due: bool `[N]`, sequences whose memory is written after this chunk; None: all.
+        tokens: int32 `[G]`, real tokens of the chunk.
+    """
+
+    start: int
+    width: int
+    total: int
+    first: int
+    read: int
+    v: Tensor
+    gate: Tensor
+    target: Tensor
+    known: Tensor
+    real: Tensor
+    due: Tensor | None
+    tokens: Tensor
+
+
+class Work(NamedTuple):
+    """What is kept of a chunk until it is written.
+
+    Attributes:
+        residual: `[X, V]`. peak: `[X]`, largest number of each.
+        rank: int32 `[X * E]`, where an entry lies among those of its slot; -1: it does not write.
+        sub_rank: int32 `[X * 2 * E]`, the same for the sub-keys.
+    """
+
+    residual: Tensor
+    peak: Tensor
+    rank: Tensor
+    sub_rank: Tensor
+
+
+class Table:
+    """The tables of G memories.
+
+    Args:
+        values: the checkpoint's table `[n * n, V]`. state: where to start; none of its tensors is written.
+        updates: how often the call will write. tokens: most tokens of a chunk, all sequences together.
+        keep: never write a row twice, so that a backward pass finds the rows as they were read.
+    """
+
+    def __init__(
+        self, values: Tensor, state: FwpkmState, options: Options, heads: int, updates: int, tokens: int, keep: bool
+    ) -> None:
+        self.values, self.held, self.state, self.options = values, state.shared_rows.contiguous(), state, options
+        self.groups, self.size, self.width = state.slots.shape[0], values.shape[0], values.shape[1]
+        self.heads, self.sub, self.entries = heads, state.keys.shape[3], heads * options.top_k
+        self.keep, self.updates = keep, updates
+        self.places, device = state.slots.shape[1], values.device
+        self.numbers: Tensor | None = None
+        self.pool = self.held.new_empty(0, self.width)
+        self.changed = False
+        bins = state.keys.shape[:4].numel()
+        line = self.size + 1  # one more, for the unused places of the state's lists
+        if updates or self.places:
+            made = torch.zeros(3, self.groups, line, dtype=torch.int32, device=device)
+            self.numbers, self.written, self.count = made
+        if self.places:
+            self.numbers.scatter_(1, state.slots, state.where.int() + 1)  # type: ignore[union-attr]
+            self.written.scatter_(1, state.slots, state.written.int())
+        if updates:
+            self.stamps = self.written.amax(1)
+            self.begin = torch.empty(self.groups, line, dtype=torch.int32, device=device)
+            self.use = torch.zeros(bins, dtype=torch.int64, device=device)
+            self.sub_count = torch.zeros(bins, dtype=torch.int32, device=device)
+            self.cursors = torch.zeros(updates + 1, 3, dtype=torch.int32, device=device)  # the last row: rows of the pool
+            self.stamp = 0
+            self.most = min(tokens * self.entries, self.groups * self.size)  # rows that a chunk can add
+            self.limit = updates * self.most if keep else min(updates * self.most, self.groups * self.size)
+            room = self.limit if keep else max(self.most, ROOM // (4 * self.width))
+            self.pool = self.held.new_empty(min(self.limit, room), self.width)
+            self.bound = 0
+
+    def read(self, found: Any, o: Tensor, chunk: Chunk, write: bool) -> tuple[Tensor | None, Work | None]:
+        """Read the slots `found` of a chunk into `o` `[N, ticks, V]`.
+
+        Returns: where the rows lie, int32 `[X * E]`, if they are to be found again (None: in `values`); and what `write` needs.
+        """
+        tokens, options = o.shape[0] * chunk.width, self.options
+        made = {"device": o.device}
+        work = None
+        if write:
+            work = Work(
+                residual=torch.empty(tokens, self.width, **made),
+                peak=torch.empty(tokens, **made),
+                rank=torch.empty(tokens * self.entries, dtype=torch.int32, **made),
+                sub_rank=torch.empty(tokens * 2 * self.entries, dtype=torch.int32, **made),
+            )
+        numbers = self.numbers if self.places or self.changed else None
+        kept = None
+        if self.keep and numbers is not None:
+            kept = torch.empty(tokens * self.entries, dtype=torch.int32, **made)
+        with on_device(o):
+            _read_kernel[(tokens,)](
+                *(found.slots, found.weights, numbers, self.values, self.held, self.pool, self.held.shape[0]),
+                *(self.size + 1, o, kept),
+                *((found.index, found.half) if write else (None, None)),
+                *((chunk.v, chunk.target, chunk.known, chunk.real, chunk.due, chunk.gate) if write else [None] * 6),
+                *((work.residual, work.peak, self.count, work.rank) if work else [None] * 4),
+                *((self.sub_count, work.sub_rank, self.use) if work else [None] * 3),
+                *(chunk.width, chunk.total, chunk.start, tokens // self.groups, chunk.first, chunk.read),
+                E=self.entries,
+                V=self.width,
+                H=self.heads,
+                K=options.top_k,
+                N_SUB=self.sub,
+                WRITES=write,
+                KEYS=options.address_loss,
+                GATED=options.gate_weighting,
+                NORMALIZE=options.normalize_targets,
+                UNIT=UNIT,
+                BH=triton.next_power_of_2(2 * self.heads),
+                BK=triton.next_power_of_2(options.top_k),
+                **_tile(self.entries, self.width),
+                num_warps=4,
+            )
+        return kept, work
+
+    def write(self, found: Any, work: Work, q: Tensor, keys: Tensor, chunk: Chunk) -> Tensor:
+        """Move the rows by what a chunk of queries `[G, T, H, K]` read, and the sub-keys `[G, 2, H, n, F]`: the new ones."""
+        self._reserve()
+        options, tokens = self.options, work.peak.shape[0]
+        entries, bins, rows = tokens * self.entries, keys.shape[:4].numel(), tokens * 2 * self.heads
+        made = {"dtype": torch.int32, "device": q.device}
+        row_slot, row_old, order = torch.empty(3, entries, **made)
+        sub_begin, sub_order = torch.empty(bins, **made), torch.empty(2 * entries, **made)
+        sub_weight, sub_bound = torch.empty(2, 2 * entries, device=q.device)
+        cursors, P, line, per = self.cursors[self.stamp], self.held.shape[0], self.size + 1, tokens // self.groups
+        self.stamp += 1
+        blocks, size = triton.cdiv(entries, LINE), keys.shape[4]
+        top_k, moves = options.top_k, options.address_loss
+        at_once = max(1, min(64, 1024 // triton.next_power_of_2(top_k)))
+        new_keys = torch.empty_like(keys) if moves else keys
+        with on_device(q):
+            _allocate_kernel[(blocks + (triton.cdiv(bins, LINE) if moves else 0),)](
+                *(found.slots, work.rank, self.count, self.begin, self.numbers, self.written, self.stamps),
+                *(row_slot, row_old, self.sub_count, sub_begin, cursors, self.cursors[-1]),
+                *(P, line, per, entries, bins, self.stamp, blocks),
+                E=self.entries,
+                KEEP=self.keep,
+                LINE=LINE,
+            )
+            _place_kernel[(blocks + (triton.cdiv(rows, at_once) if moves else 0),)](
+                *(found.slots, work.rank, self.begin, order, q, found.index, found.half, work.sub_rank, sub_begin),
+                *(self.use, chunk.tokens, sub_order, sub_weight, sub_bound, line, per, entries, rows, blocks),
+                E=self.entries,
+                H=self.heads,
+                K=top_k,
+                F=size,
+                N_SUB=self.sub,
+                IDW=options.score == "idw",
+                UNIT=UNIT,
+                LINE=LINE,
+                ROWS=at_once,
+                BK=triton.next_power_of_2(top_k),
+                BF=triton.next_power_of_2(size),
+            )
+            _write_kernel[(min(PROGRAMS, entries),)](
+                *(row_slot, row_old, self.numbers, self.count, self.begin, order, found.weights, work.residual, work.peak),
+                *(self.values, self.held, self.pool, cursors, P, line, options.value_lr),
+                E=self.entries,
+                V=self.width,
+                AVERAGE=options.row_averaging,
+                PROGRAMS=PROGRAMS,
+                BE=4,
+                BV=max(16, triton.next_power_of_2(self.width)),
+                num_warps=1,
+            )
+            if moves:
+                _keys_kernel[(bins,)](
+                    *(q, keys, new_keys, self.sub_count, sub_begin, sub_order, sub_weight, sub_bound, self.use),
+                    options.key_lr,
+                    F=size,
+                    IDW=options.score == "idw",
+                    BE=16,
+                    BF=max(16, triton.next_power_of_2(size)),
+                    num_warps=4,
+                )
+        self.changed = True
+        return new_keys
+
+    def _reserve(self) -> None:
+        """Room in the pool for the rows of one more chunk."""
+        self.bound = min(self.bound + self.most, self.limit)
+        if self.bound <= self.pool.shape[0]:
+            return
+        used = int(self.cursors[-1, 0])  # waits for the device; before, no more than could have been used was counted
+        self.bound = min(used + self.most, self.limit)
+        if self.bound > self.pool.shape[0]:
+            pool = self.pool.new_empty(min(self.limit, max(self.bound, 2 * self.pool.shape[0])), self.width)
+            pool[:used] = self.pool[:used]
+            self.pool = pool
+
+    def fields(self) -> dict[str, Tensor]:
+        """The fields of the state that describe the table."""
+        if not self.changed or self.numbers is None:
+            return {name: getattr(self.state, name) for name in ("slots", "where", "written", "shared_rows")}
+        P, numbers = self.held.shape[0], self.numbers[:, : self.size]
+        memory, slot = torch.nonzero(numbers, as_tuple=True)
+        number = numbers[memory, slot].long() - 1
+        old = number < P
+        counts = torch.bincount(memory, minlength=self.groups)
+        # rows that are still held, in their order, and then the written ones, in that of their slots
+        still = torch.zeros(P, dtype=torch.bool, device=number.device)
+        still[number[old]] = True
+        kept, fresh = torch.nonzero(still)[:, 0], number[~old] - P
+        where = torch.where(old, 0, (~old).cumsum(0) - 1 + kept.shape[0])
+        if P:
+            where += torch.where(old, (still.cumsum(0) - 1)[number.clamp(max=P - 1)], 0)
+        rows = self.held.new_empty(kept.shape[0] + fresh.shape[0], self.width)
+        torch.index_select(self.held, 0, kept, out=rows[: kept.shape[0]])
+        torch.index_select(self.pool, 0, fresh, out=rows[kept.shape[0] :])
+        longest = int(counts.max()) if self.groups else 0
+        places = 1 << (longest - 1).bit_length() if longest else 0
+        rank = torch.arange(memory.shape[0], device=memory.device) - (counts.cumsum(0) - counts)[memory]
+
+        def spread(x: Tensor, empty: int) -> Tensor:
+            out = torch.full((self.groups, places), empty, device=x.device, dtype=torch.int64)
+            out[memory, rank] = x.long()
+            return out
+
+        return {
+            "slots": spread(slot, self.size),
+            "where": spread(where, -1),
+            "written": spread(self.written[memory, slot], 0),
+            "shared_rows": rows,
+        }
+
+
+def _tile(entries: int, width: int) -> dict[str, int]:
+    """Block sizes of kernels that hold some of a token's rows."""
+    wide = max(16, triton.next_power_of_2(width))
+    return {"BE": max(1, min(triton.next_power_of_2(entries), TILE // wide)), "BV": wide}
+
+
+def step(
+    found: Any, values: Tensor, state: FwpkmState, q: Tensor, v: Tensor, gate: Tensor, mask: Tensor | None
+) -> tuple[Tensor, FwpkmState]:
+    """A few tokens of memories that are not written after them: what they read `[N, T, V]`, and the state.
+
+    Args:
+        found: their slots. values: the checkpoint's table. state: its pending tensors are written here.
+        q: `[N, T, H, K]`. v: `[N, T, V]`. gate: `[N, T]`. mask: bool `[N, T]` or None; with one, T is 1.
+    """
+    entries, places, held = q.shape[2] * found.slots.shape[3], state.slots.shape[1], state.shared_rows
+    o = torch.empty_like(v)
+    with on_device(q):
+        _step_kernel[(q.shape[0] * q.shape[1],)](
+            *(found.slots, found.weights, state.slots if places else None, state.where if places else None),
+            *(values, held, held.shape[0], places, places.bit_length() - 1, mask, o, q, v, gate, state.count),
+            *(state.q, state.v, state.gate, state.real, q.shape[1], state.q.shape[1]),
+            E=entries,
+            V=v.shape[2],
+            QUERY=q.shape[2] * q.shape[3],
+            BQ=triton.next_power_of_2(q.shape[2] * q.shape[3]),
+            **_tile(entries, v.shape[2]),
+            num_warps=4,
+        )
+    return o, state._replace(count=state.count.add_(q.shape[1] if mask is None else mask[:, 0].long()))
+
+
+def weights_backward(
+    d_o: Tensor, slots: Tensor, kept: Tensor | None, table: Table, chunk: Chunk
+) -> Tensor:
+    """Gradient of the weights `[G, T, H, k]` of a chunk's slots, from that of what is read in the call, `[N, ticks, V]`."""
+    d_weights = torch.empty(slots.shape, dtype=torch.float32, device=d_o.device)
+    with on_device(d_o):
+        _weights_backward_kernel[(d_o.shape[0] * chunk.width,)](
+            *(d_o, d_weights, slots, kept, table.values, table.held, table.pool, table.held.shape[0]),
+            *(chunk.width, chunk.start - chunk.first, chunk.read),
+            E=table.entries,
+            V=table.width,
+            **_tile(table.entries, table.width),
+            num_warps=4,
+        )
+    return d_weights
