@@ -38,18 +38,18 @@ def _unit(bound):
 
 
 @triton.jit
-def _rows(number, slot, ok, values, held, pool, P, c, V: tl.constexpr):
-    """The rows `[., BV]` of slots in float32. number: where they lie; None: in `values`."""
+def _rows(number, slot, ok, values, held, pool, P, c, V: tl.constexpr, WRITTEN: tl.constexpr):
+    """The rows `[., BV]` of slots in float32. number: where they lie; not WRITTEN: all in `values`."""
     inside = ok[:, None] & (c < V)[None, :]
-    at = slot.to(tl.int64)[:, None] * V + c[None, :]
-    if number is None:
-        return read(values + at, inside).to(tl.float32)
-    written = (number > 0)[:, None]
-    place = (number - 1).to(tl.int64)[:, None]
-    row = tl.where(place < P, held + place * V, pool + (place - P) * V) + c[None, :]
-    return tl.where(
-        written, read(row, inside & written).to(tl.float32), read(values + at, inside & (written == 0)).to(tl.float32)
-    )
+    at = values + slot.to(tl.int64)[:, None] * V + c[None, :]
+    if WRITTEN:
+        own = (number > 0)[:, None]
+        place = (number - 1).to(tl.int64)[:, None]
+        row = tl.where(place < P, held + place * V, pool + (place - P) * V) + c[None, :]
+        old = read(at, inside & (number <= 0)[:, None]).to(tl.float32)
+        return tl.where(own, read(row, inside & own).to(tl.float32), old)
+    else:
+        return read(at, inside).to(tl.float32)
 
 
 @triton.jit
@@ -118,13 +118,14 @@ def _read_kernel(
         ok = begin + e < E
         at = x * E + begin + e
         slot = tl.load(slots + at, mask=ok, other=0)
-        number = None
+        number = slot
         if numbers is not None:
             number = tl.load(numbers + g * S1 + slot, mask=ok, other=0)
             if kept is not None:
                 tl.store(kept + at, number, mask=ok)
         weight = tl.load(weights + at, mask=ok, other=0.0)
-        total += tl.sum(_rows(number, slot, ok, values, held, pool, P, c, V) * weight[:, None], 0)
+        rows = _rows(number, slot, ok, values, held, pool, P, c, V, numbers is not None)
+        total += tl.sum(rows * weight[:, None], 0)
     out = n * L_out + start - first + x - n * W
     tl.store(o + out * V + c, total.to(o.dtype.element_ty), mask=c < V)
     if WRITES:
@@ -257,11 +258,10 @@ def _place_kernel(
     """Put every entry into its place; and the entries of the sub-keys, with their weights in the gradient."""
     block = tl.program_id(0)
     if block < blocks:
-        at = block * LINE + tl.arange(0, LINE)
-        place = tl.load(rank + at, mask=at < entries, other=-1)
-        ok = place >= 0
-        slot = (at // (per * E)).to(tl.int64) * S1 + tl.load(slots + at, mask=ok, other=0)
-        tl.store(order + tl.load(begin + slot, mask=ok, other=0) + place, at, mask=ok)
+        entry = block * LINE + tl.arange(0, LINE)
+        behind = tl.load(rank + entry, mask=entry < entries, other=-1)
+        slot = (entry // (per * E)).to(tl.int64) * S1 + tl.load(slots + entry, mask=behind >= 0, other=0)
+        tl.store(order + tl.load(begin + slot, mask=behind >= 0, other=0) + behind, entry, mask=behind >= 0)
     else:
         r, j = (block - blocks) * ROWS + tl.arange(0, ROWS), tl.arange(0, BK)
         ok = (r < rows)[:, None] & (j < K)[None, :]
@@ -323,7 +323,7 @@ def _write_kernel(
         slot = tl.load(row_slot + i)
         size, start = tl.load(count + slot), tl.load(begin + slot)
         old = tl.load(row_old + i) + tl.zeros([1], tl.int32)
-        row = _rows(old, slot % S1 + tl.zeros([1], tl.int64), old >= 0, values, held, pool, P, c, V)
+        row = _rows(old, slot % S1 + tl.zeros([1], tl.int64), old >= 0, values, held, pool, P, c, V, True)
         row = tl.reshape(row, [BV])
         if size == 1:
             entry = tl.load(order + start)
@@ -445,7 +445,7 @@ def _step_kernel(
         ok = (begin + e < E) & (alive > 0)
         slot = tl.load(slots + x * E + begin + e, mask=ok, other=0)
         weight = tl.load(weights + x * E + begin + e, mask=ok, other=0.0)
-        number = None
+        number = slot
         if found is not None:
             at, half = n * M + tl.zeros([BE], tl.int64), M
             for _ in range(halvings):
@@ -453,7 +453,8 @@ def _step_kernel(
                 at += tl.where(tl.load(found + at + half - 1, mask=ok, other=0) < slot, half, 0)
             mine = ok & (tl.load(found + at, mask=ok, other=-1) == slot)
             number = (tl.load(where + at, mask=mine, other=-1) + 1).to(tl.int32)
-        total += tl.sum(_rows(number, slot, ok, values, held, held, P, c, V) * tl.where(ok, weight, 0.0)[:, None], 0)
+        rows = _rows(number, slot, ok, values, held, held, P, c, V, found is not None)
+        total += tl.sum(rows * weight[:, None], 0)
     tl.store(o + x * V + c, total.to(o.dtype.element_ty), mask=c < V)
     to = n * C + tl.load(count + n) + x - n * T
     d = tl.arange(0, BQ)
@@ -490,10 +491,10 @@ def _weights_backward_kernel(
         ok = begin + e < E
         at = x * E + begin + e
         slot = tl.load(slots + at, mask=ok, other=0)
-        number = None
+        number = slot
         if kept is not None:
             number = tl.load(kept + at, mask=ok, other=0)
-        rows = _rows(number, slot, ok, values, held, pool, P, c, V)
+        rows = _rows(number, slot, ok, values, held, pool, P, c, V, kept is not None)
         tl.store(d_weights + at, tl.sum(rows * upstream[None, :], 1), mask=ok)
 
 

@@ -64,7 +64,7 @@ def _few(
         pending = ("q", "v", "gate", "real", "count")
         state = state._replace(**{name: getattr(state, name).clone() for name in pending})
     found = search(q, state.keys, options.top_k, options.score, options.score_eps)
-    o, state = step(found, values, state, q, v, gate, mask)
+    o, state = step(found, values, state, q, v, gate, None if mask is None else mask.contiguous())
     if counts is not None:
         remember_count(state.count, [count + q.shape[1] for count in counts])
     return o, state
