@@ -119,6 +119,15 @@ class Limits:
 NO_LIMITS = Limits()
 
 
+def heads_fit(tensors: Sequence[Tensor]) -> str | None:
+    """Why the Triton kernels cannot take heads as large as those of query, key, value, ..., or None."""
+    q, v = tensors[0], tensors[2] if len(tensors) > 2 else tensors[0]
+    for name, size in (("K", q.shape[-1]), ("V", v.shape[-1])):
+        if size > LARGEST:
+            return f"{name} is {size}, and the Triton kernels take {name} up to {LARGEST}"
+    return None
+
+
 @dataclass(frozen=True)
 class Op:
     """An operator: its public function and its implementations by level.
@@ -129,6 +138,7 @@ class Op:
         short: up to this many tokens a CPU runs the token loop faster than the chunk form.
         samples: random calls for `fwzoo selftest`, from what draws their tensors.
         limits: from whether a call is of few tokens, whether it wants gradients, and its keyword options.
+        fits: from the tensors of a call: why the Triton kernels cannot take their sizes, or None.
     """
 
     name: str
@@ -136,12 +146,15 @@ class Op:
     short: int = 0
     samples: Callable[[Draw], Iterator[Sample]] = lambda draw: iter(())
     limits: Callable[..., Limits] = lambda few, backward, **options: NO_LIMITS
+    fits: Callable[[Sequence[Tensor]], str | None] = heads_fit
 
     def unavailable(self, level: str, tensors: Sequence[Tensor] = (), limits: Limits = NO_LIMITS) -> str | None:
         """Why `level` cannot run on `tensors` (query, key, value, ...), or None."""
         if level not in self.levels:
             return f"{self.name} has no {level} level in this version of fwzoo"
-        return (triton_cannot_run(tensors) or limits.cannot) if level == "triton" else None
+        if level != "triton":
+            return None
+        return triton_cannot_run(tensors) or self.fits(tensors) or limits.cannot
 
     def choose(self, tokens: int, tensors: Sequence[Tensor] = (), limits: Limits = NO_LIMITS) -> tuple[str, str]:
         """The level that `auto` takes for a call of `tokens` tokens, and the reason."""
@@ -192,15 +205,11 @@ def triton_cannot_run(tensors: Sequence[Tensor]) -> str | None:
         return NO_TRITON
     if not tensors:
         return "there are no tensors to run on"
-    q, v = tensors[0], tensors[2] if len(tensors) > 2 else tensors[0]
+    q = tensors[0]
     if not q.is_cuda and not (INTERPRETING and q.device.type == "cpu"):
         return f"the tensors are on {q.device}, and Triton needs a CUDA device"
     if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"the tensors are {q.dtype}, and the Triton kernels take float32, bfloat16 and float16"
-    sizes = {"K": q.shape[-1], "V": v.shape[-1]}
-    for name, size in sizes.items():
-        if size > LARGEST:
-            return f"{name} is {size}, and the Triton kernels take {name} up to {LARGEST}"
     return None
 
 

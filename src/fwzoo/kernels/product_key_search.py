@@ -23,7 +23,6 @@ from .contract import INTERPRETING
 from .gpu import on_device
 from .gpu import read as read_values
 
-MOST_SUBKEYS, MOST_READ, LARGEST_HALF = 1024, 64, 512
 MOST_IN_BLOCK = 256  # sub-keys that a program scores: their scores stay in registers
 SPARE = 2  # candidates of a block beyond k
 CUT = tl.constexpr(4e-5)  # what the last bits hold of a candidate's distance, at most: MOST_IN_BLOCK / 2^23
@@ -136,7 +135,17 @@ def _candidates(
 
 
 @triton.jit
-def _score(total, eps, IDW: tl.constexpr):
+def _scores(q, keys, i, some, eps, F: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr, IDW: tl.constexpr):
+    """Exact scores of the query half at `q` with sub-keys i of the table at `keys`."""
+    total = tl.zeros([BM], tl.float32)
+    for start in range(0, F, BF):
+        f = start + tl.arange(0, BF)
+        x = read_values(q + f, f < F).to(tl.float32)[None, :]
+        y = read_values(keys + i[:, None] * F + f[None, :], some[:, None] & (f < F)[None, :]).to(tl.float32)
+        if IDW:
+            total += tl.sum((x - y) * (x - y), 1)
+        else:
+            total += tl.sum(x * y, 1)
     if IDW:
         total = -tl.log(eps + total)
     return total
@@ -158,29 +167,6 @@ def _before(x, i, y, j):
 def _ranks(x, i):
     """Place of every element in the order of `_before`."""
     return tl.sum(_before(x[None, :], i[None, :], x[:, None], i[:, None]).to(tl.int32), 1)
-
-
-@triton.jit
-def _all_scores(q, keys, index, half, n, eps, TOP: tl.constexpr, F: tl.constexpr, NP: tl.constexpr, IDW: tl.constexpr):
-    """The TOP best of all n sub-keys at `keys` for the query half at `q`, by exact scores."""
-    i, total = tl.arange(0, NP), tl.zeros([NP], tl.float32)
-    for start in range(0, F, 8):
-        f = start + tl.arange(0, 8)
-        x = read_values(q + f, f < F).to(tl.float32)[None, :]
-        y = read_values(keys + i[:, None] * F + f[None, :], (i < n)[:, None] & (f < F)[None, :]).to(tl.float32)
-        if IDW:
-            total += tl.sum((x - y) * (x - y), 1)
-        else:
-            total += tl.sum(x * y, 1)
-    score = _score(total, eps, IDW)
-    rest = (i < n).to(tl.int32)
-    for j in range(TOP):
-        order = tl.where(rest > 0, _for_order(score), float("-inf"))
-        best = tl.max(order, 0)
-        at = tl.min(tl.where((rest > 0) & (order == best), i, NP), 0)
-        tl.store(index + j, at)
-        tl.store(half + j, tl.sum(tl.where(i == at, score, 0.0), 0))
-        rest = tl.where(i == at, 0, rest)
 
 
 @triton.jit
@@ -263,7 +249,7 @@ def _finish(
     BF: tl.constexpr,
     BLOCKS: tl.constexpr,
     BN: tl.constexpr,
-    NP: tl.constexpr,
+    BK: tl.constexpr,
     PAIRS: tl.constexpr,
     BP: tl.constexpr,
     IDW: tl.constexpr,
@@ -280,7 +266,8 @@ def _finish(
     own_index, own_half = index + row * 2 * TOP, half + row * 2 * TOP
     j = tl.arange(0, BM)
     block = j // M
-    for part in tl.static_range(2):
+    best = tl.arange(0, BK)
+    for part in range(2):
         at = (row * 2 + part) * BLOCKS
         key = tl.load(found + at * M + j, mask=block < BLOCKS, other=NONE)
         some = key != NONE
@@ -293,24 +280,31 @@ def _finish(
         near = some & (approximate >= least)  # without those left out, the best are among these
         some = first | near
         missed = tl.max((near & (j % M == M - 1)).to(tl.int32), 0) > 0
-        own_q, own_keys = q + (row * 2 + part) * F, keys + ((g * 2 + part) * H + h) * n * F
-        total = tl.zeros([BM], tl.float32)
-        for start in range(0, F, BF):
-            f = start + tl.arange(0, BF)
-            x = read_values(own_q + f, f < F).to(tl.float32)[None, :]
-            y = read_values(own_keys + i[:, None] * F + f[None, :], some[:, None] & (f < F)[None, :]).to(tl.float32)
-            if IDW:
-                total += tl.sum((x - y) * (x - y), 1)
-            else:
-                total += tl.sum(x * y, 1)
-        score = _score(total, eps, IDW)
-        rank = _ranks(tl.where(some, _for_order(score), float("-inf")), tl.where(some, i, n + j))
-        tl.store(own_index + part * TOP + rank, i, mask=rank < TOP)
-        tl.store(own_half + part * TOP + rank, score, mask=rank < TOP)
+        blocks = 1
         if missed:
+            blocks = tl.cdiv(n, BM)
+        to_index, to_half = own_index + part * TOP, own_half + part * TOP
+        for b in range(blocks):
+            if missed:
+                i = b * BM + j
+                some = i < n
+            score = _scores(
+                q + (row * 2 + part) * F, keys + ((g * 2 + part) * H + h) * n * F, i, some, eps, F, BM, BF, IDW
+            )
+            order, i = tl.where(some, _for_order(score), float("-inf")), tl.where(some, i, n + j)
+            old_some = (best < TOP) & (b > 0)
+            old = tl.load(to_half + best, mask=old_some, other=float("-inf"))
+            old_i = tl.load(to_index + best, mask=old_some, other=0)
+            old_i, old_order = tl.where(old_some, old_i, NONE), tl.where(old_some, _for_order(old), float("-inf"))
+            behind = _before(order[None, :], i[None, :], old_order[:, None], old_i[:, None])
+            rank = _ranks(order, i) + tl.sum((~behind & old_some[:, None]).to(tl.int32), 0)
+            old_rank = best + tl.sum(behind.to(tl.int32), 1)
             tl.debug_barrier()
-            _all_scores(own_q, own_keys, own_index + part * TOP, own_half + part * TOP, n, eps, TOP, F, NP, IDW)
-    tl.debug_barrier()
+            tl.store(to_index + rank, i, mask=rank < TOP)
+            tl.store(to_half + rank, score, mask=rank < TOP)
+            tl.store(to_index + old_rank, old_i, mask=old_some & (old_rank < TOP))
+            tl.store(to_half + old_rank, old, mask=old_some & (old_rank < TOP))
+            tl.debug_barrier()
     total, slot = _pair_sums(pairs, own_index, own_half, tl.arange(0, PAIRS), n, TOP)
     order = _for_order(total)
     rank = tl.zeros([PAIRS], tl.int32)
@@ -318,11 +312,11 @@ def _finish(
         more, more_slots = _pair_sums(pairs, own_index, own_half, start + tl.arange(0, BP), n, TOP)
         before = _before(_for_order(more)[None, :], more_slots[None, :], order[:, None], slot[:, None])
         rank += tl.sum(before.to(tl.int32), 1)
-    best = rank < TOP
-    weight = tl.where(best, tl.exp(total - tl.max(order, 0)), 0.0)
+    some = rank < TOP
+    weight = tl.where(some, tl.exp(total - tl.max(order, 0)), 0.0)
     weight = weight / tl.sum(weight, 0)
-    tl.store(slots + row * TOP + rank, slot, mask=best)
-    tl.store(weights + row * TOP + rank, weight, mask=best)
+    tl.store(slots + row * TOP + rank, slot, mask=some)
+    tl.store(weights + row * TOP + rank, weight, mask=some)
     if READ:
         tl.debug_barrier()
         _sum_rows(slots, weights, table, rows, place, kept, out, row, g, n * n, TOP, V, BE, BV, PLACED, KEEP)
@@ -457,7 +451,7 @@ def _search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float, reading
             BF=min(triton.next_power_of_2(half_size), 8192 // block_m),
             BLOCKS=blocks,
             BN=block_n,
-            NP=padded,
+            BK=max(16, triton.next_power_of_2(top_k)),
             PAIRS=pairs.shape[0],
             BP=min(32, pairs.shape[0]),
             IDW=idw,
@@ -508,6 +502,273 @@ def read(
             **_row_options(heads * top_k, table),
             PLACED=place is not None,
             KEEP=kept is not None,
+            num_warps=4,
+        )
+    return out
+
+
+# --- gradients ---
+
+
+@triton.jit(do_not_specialize=["T"])
+def _backward(
+    q,
+    keys,
+    index,
+    half,
+    slots,
+    weights,
+    d_weights,
+    d_out,
+    table,
+    d_q,
+    pull,
+    T,
+    H,
+    n,
+    TOP: tl.constexpr,
+    BK: tl.constexpr,
+    F: tl.constexpr,
+    BF: tl.constexpr,
+    IDW: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEPT: tl.constexpr,
+):
+    """One token and head: gradients of its weights (given, and ROWS: through the rows), of its scores, of its query.
+
+    pull: of every sub-key kept of a half, its share of the query's gradient, `[G, T, H, 2, k]`. KEPT: `table` holds the rows
+    in the order in which they were read.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    g, h = row // (T * H), row % H
+    j = tl.arange(0, BK)
+    at, some = row * TOP + j, j < TOP
+    weight = tl.load(weights + at, mask=some, other=0.0)
+    slot = tl.load(slots + at, mask=some, other=0)
+    d_weight = tl.load(d_weights + at, mask=some, other=0.0)
+    if ROWS:
+        from_row = slot.to(tl.int64)
+        if KEPT:
+            from_row = at
+        for start in range(0, V, BV):
+            v = start + tl.arange(0, BV)
+            d = read_values(d_out + (row // H) * V + v, v < V).to(tl.float32)
+            x = read_values(table + from_row[:, None] * V + v[None, :], some[:, None] & (v < V)[None, :]).to(tl.float32)
+            d_weight += tl.sum(x * d[None, :], 1)
+    d_sum = weight * (d_weight - tl.sum(weight * d_weight, 0))
+    for part in range(2):
+        kept = (row * 2 + part) * TOP + j
+        i = tl.load(index + kept, mask=some, other=-1)
+        own = tl.where(part == 0, slot // n, slot % n)
+        c = tl.sum(tl.where((i[:, None] == own[None, :]) & some[None, :], d_sum[None, :], 0.0), 1)
+        if IDW:
+            c *= 2 * tl.exp(tl.load(half + kept, mask=some, other=0.0))
+        tl.store(pull + kept, c, mask=some)
+        own_q, own_keys = (row * 2 + part) * F, keys + ((g * 2 + part) * H + h) * n * F
+        needed = some & (c != 0)
+        for start in range(0, F, BF):
+            f = start + tl.arange(0, BF)
+            inside = needed[:, None] & (f < F)[None, :]
+            y = read_values(own_keys + i[:, None] * F + f[None, :], inside).to(tl.float32)
+            if IDW:
+                y = y - read_values(q + own_q + f, f < F).to(tl.float32)[None, :]
+            tl.store(d_q + own_q + f, tl.sum(tl.where(inside, y * c[:, None], 0.0), 0), mask=f < F)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _key_gradient(
+    q,
+    keys,
+    index,
+    pull,
+    d_keys,
+    T,
+    H,
+    n,
+    steps,
+    TOP: tl.constexpr,
+    F: tl.constexpr,
+    BF: tl.constexpr,
+    BN: tl.constexpr,
+    BT: tl.constexpr,
+    IDW: tl.constexpr,
+):
+    """What `steps` blocks of tokens add to the gradient of a block of sub-keys: the matrix of pulls, made here, times queries."""
+    i = tl.program_id(0) * BN + tl.arange(0, BN)
+    tables = tl.num_programs(1)
+    table, split = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    g, part, h = table // (2 * H), table // H % 2, table % H
+    f = tl.arange(0, BF)
+    total = tl.zeros([BN, BF], tl.float32)
+    pulls = tl.zeros([BN], tl.float32)
+    for step in range(split * steps, tl.minimum(split * steps + steps, tl.cdiv(T, BT))):
+        t = step * BT + tl.arange(0, BT)
+        row = ((g * T + t) * H + h) * 2 + part
+        mix = tl.zeros([BN, BT], tl.float32)
+        for j in range(TOP):
+            own = tl.load(index + row * TOP + j, mask=t < T, other=-1)
+            c = tl.load(pull + row * TOP + j, mask=t < T, other=0.0)
+            mix = tl.where(i[:, None] == own[None, :], c[None, :], mix)
+        x = read_values(q + row[:, None] * F + f[None, :], (t < T)[:, None] & (f < F)[None, :]).to(tl.float32)
+        total = tl.dot(mix, x, total, input_precision="tf32x3")
+        if IDW:
+            pulls += tl.sum(mix, 1)
+    inside = (i < n)[:, None] & (f < F)[None, :]
+    if IDW:
+        total -= pulls[:, None] * read_values(keys + (table * n + i)[:, None] * F + f[None, :], inside).to(tl.float32)
+    out = d_keys + ((split * tables + table) * n + i)[:, None] * F + f[None, :]
+    tl.store(out, total, mask=inside)
+
+
+@triton.jit
+def _sum_readers(
+    order,
+    bounds,
+    weights,
+    d_out,
+    out,
+    E: tl.constexpr,
+    V: tl.constexpr,
+    BE: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """One row of the table's gradient: the weighted sum of what its readers got, in the order of tokens. E: reads a token."""
+    m = tl.program_id(0).to(tl.int64)
+    begin, end = tl.load(bounds + m), tl.load(bounds + m + 1)
+    for start in range(0, V, BV):
+        v = start + tl.arange(0, BV)
+        total = tl.zeros([BV], tl.float32)
+        for first in range(begin, end, BE):
+            e = first + tl.arange(0, BE)
+            entry = tl.load(order + e, mask=e < end, other=0)
+            weight = tl.load(weights + entry, mask=e < end, other=0.0)
+            inside = (e < end)[:, None] & (v < V)[None, :]
+            x = read_values(d_out + (entry // E)[:, None] * V + v[None, :], inside).to(tl.float32)
+            total += tl.sum(x * weight[:, None], 0)
+        tl.store(out + m * V + v, total, mask=v < V)
+
+
+def backward(
+    q: Tensor,
+    keys: Tensor,
+    found: Found,
+    score: str,
+    d_weights: Tensor,
+    d_out: Tensor | None = None,
+    table: Tensor | None = None,
+    kept: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of a search, and of a read from a shared table.
+
+    Args:
+        d_weights: gradient of the weights `[G, T, H, k]`.
+        d_out: that of what was read from `table` `[N, V]`, `[G, T, V]`. kept: `table` holds the rows in the order in which
+            they were read, `[G * T * H * k, V]`.
+
+    Returns: the gradient of q, and what `key_gradient` needs.
+    """
+    groups, tokens, heads, top_k = found.slots.shape
+    half_size = q.shape[3] // 2
+    q, keys, d_weights = q.contiguous(), keys.contiguous(), d_weights.contiguous()
+    d_q, pull = torch.empty_like(q), torch.empty_like(found.half)
+    block_k = max(16, triton.next_power_of_2(top_k))
+    size = 1 if table is None else table.shape[1]
+    with on_device(q):
+        _backward[(groups * tokens * heads,)](
+            q,
+            keys,
+            found.index,
+            found.half,
+            found.slots,
+            found.weights,
+            d_weights,
+            None if d_out is None else d_out.contiguous(),
+            table,
+            d_q,
+            pull,
+            tokens,
+            heads,
+            keys.shape[3],
+            TOP=top_k,
+            BK=block_k,
+            F=half_size,
+            BF=min(triton.next_power_of_2(half_size), 4096 // block_k),
+            IDW=score == "idw",
+            V=size,
+            BV=min(triton.next_power_of_2(size), 4096 // block_k),
+            ROWS=table is not None,
+            KEPT=kept,
+            num_warps=4,
+        )
+    return d_q, pull
+
+
+def key_gradient(q: Tensor, keys: Tensor, found: Found, score: str, pull: Tensor) -> Tensor:
+    """The gradient of the sub-keys `[G, 2, H, n, F]`, float32."""
+    groups, tokens, heads, top_k = found.slots.shape
+    n, half_size = keys.shape[3:]
+    tables, block_n, block_t = groups * 2 * heads, 64, 32
+    blocks = triton.cdiv(tokens, block_t)
+    splits = max(1, min(blocks, 512 // (triton.cdiv(n, block_n) * tables)))
+    steps = triton.cdiv(blocks, splits)
+    parts = q.new_empty(splits, *keys.shape, dtype=torch.float32)
+    with on_device(q):
+        _key_gradient[(triton.cdiv(n, block_n), tables, splits)](
+            q.contiguous(),
+            keys.contiguous(),
+            found.index,
+            pull,
+            parts,
+            tokens,
+            heads,
+            n,
+            steps,
+            TOP=top_k,
+            F=half_size,
+            BF=max(16, triton.next_power_of_2(half_size)),
+            BN=block_n,
+            BT=block_t,
+            IDW=score == "idw",
+            num_warps=8,
+        )
+    return parts.sum(0)
+
+
+def table_gradient(d_out: Tensor, slots: Tensor, weights: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """The gradient of a table of `size` rows: `[N, V]`, every row the sum over its readers.
+
+    Args:
+        d_out: `[X, V]`. slots, weights: `[X, E]`, the rows that were read and their weights.
+    """
+    ordered, order = torch.sort(slots.flatten(), stable=True)
+    bounds = torch.searchsorted(ordered, torch.arange(size + 1, device=d_out.device, dtype=ordered.dtype))
+    return _sum_of_readers(d_out, order, bounds, weights, dtype)
+
+
+def sparse_table_gradient(d_out: Tensor, slots: Tensor, weights: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The same without the rows that nobody read: the rows `[M]` (ascending, each once), and their gradient `[M, V]`."""
+    ordered, order = torch.sort(slots.flatten(), stable=True)
+    rows, counts = torch.unique_consecutive(ordered, return_counts=True)
+    bounds = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    return rows, _sum_of_readers(d_out, order, bounds, weights, dtype)
+
+
+def _sum_of_readers(d_out: Tensor, order: Tensor, bounds: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    size = d_out.shape[1]
+    out = d_out.new_empty(bounds.shape[0] - 1, size, dtype=dtype)
+    with on_device(d_out):
+        _sum_readers[(out.shape[0],)](
+            order,
+            bounds,
+            weights.contiguous(),
+            d_out.contiguous(),
+            out,
+            E=weights.shape[1],
+            V=size,
+            BE=4,
+            BV=min(512, triton.next_power_of_2(size)),
             num_warps=4,
         )
     return out

@@ -9,7 +9,7 @@ Source: "Large Memory Layers with Product Keys" (2019).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from . import contract
 
 SCORES = ("idw", "dot")
+MOST_SUBKEYS, LARGEST_QUERY, MOST_SLOTS = 1024, 1024, 64  # n, K and k that the Triton kernels take
 
 
 class Selection(NamedTuple):
@@ -216,6 +217,26 @@ def check_retrieval(top_k: int, score: str, score_eps: float, n: int) -> None:
     contract.one_of("score", score, SCORES)
     if not score_eps > 0:
         raise ValueError(f"score_eps is {score_eps!r}; it must be greater than 0")
+
+
+def tables_fit(tensors: Sequence[Tensor]) -> str | None:
+    """Why the Triton kernels cannot take query, sub-keys, ... (as many as there are), or None."""
+    q, keys = tensors[0], tensors[1] if len(tensors) > 1 else None
+    sizes = [("K", q.shape[-1], LARGEST_QUERY)]
+    if keys is not None and keys.ndim == 4:
+        sizes.append(("n", keys.shape[2], MOST_SUBKEYS))
+    for name, size, most in sizes:
+        if size > most:
+            return f"{name} is {size}, and the Triton kernels take {name} up to {most}"
+    for x in tensors[1:]:
+        if x.dtype == torch.float64:
+            return "a table is torch.float64, and the Triton kernels take float32, bfloat16 and float16"
+    return None
+
+
+def search_cannot(top_k: int) -> str | None:
+    """Why the Triton kernels cannot read `top_k` slots, or None."""
+    return f"top_k is {top_k}, and the Triton kernels take up to {MOST_SLOTS}" if top_k > MOST_SLOTS else None
 
 
 def check_finite(mask: Tensor | None, **tensors: Tensor) -> None:

@@ -5,14 +5,27 @@ Source: "Large Memory Layers with Product Keys" (2019).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
 from .. import contract
-from ..contract import Op
-from ..product_keys import check_finite, check_query_and_keys, check_retrieval, check_table, keep_read, watching
+from ..contract import Limits, Op
+from ..product_keys import (
+    check_finite,
+    check_query_and_keys,
+    check_retrieval,
+    check_table,
+    keep_read,
+    search_cannot,
+    tables_fit,
+    watching,
+)
 from ..samples import FLOATS, Draw, Sample, Samples
-from .chunk import SparseTableGradient, pkm_chunk
+from .chunk import pkm_chunk
 from .reference import pkm_reference
+from .sparse import Readers, SparseTableGradient, sum_readers
 
 __all__ = ["pkm"]
 
@@ -31,7 +44,49 @@ def _samples(draw: Draw) -> Samples:
         )
 
 
-PKM = contract.register(Op("pkm", {"reference": pkm_reference, "chunk": pkm_chunk}, samples=_samples))
+def _triton(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    from .triton import pkm_triton  # only here: fwzoo does not need triton
+
+    return pkm_triton(*arguments)
+
+
+def _triton_readers(*arguments: Any) -> tuple[Tensor, Tensor]:
+    from ..product_key_search import sparse_table_gradient
+
+    return sparse_table_gradient(*arguments)
+
+
+def _level(read: Callable[..., Any], readers: Readers) -> Callable[..., Any]:
+    """A level that gives the table a sparse gradient where one is asked for, summed by `readers`."""
+
+    def run(
+        q: Tensor, keys: Tensor, values: Tensor, top_k: int, score: str, eps: float, sparse_grad: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        v, slots, weights = read(q, keys, values.detach() if sparse_grad else values, top_k, score, eps)
+        if sparse_grad:
+            v = SparseTableGradient.apply(v, values, slots, weights, readers)
+        return v, slots, weights
+
+    return run
+
+
+def _limits(few: bool, backward: bool, *, top_k: int = 32, **_: Any) -> Limits:
+    return Limits(cannot=search_cannot(top_k))
+
+
+PKM = contract.register(
+    Op(
+        "pkm",
+        {
+            "reference": _level(pkm_reference, sum_readers),
+            "chunk": _level(pkm_chunk, sum_readers),
+            "triton": _level(_triton, _triton_readers),
+        },
+        samples=_samples,
+        limits=_limits,
+        fits=tables_fit,
+    )
+)
 
 
 def pkm(
@@ -58,7 +113,7 @@ def pkm(
         sparse_grad: the gradient of `values` is a sparse tensor that holds the rows read, each once, and no dense
             `[n * n, V]` one is made. As with `torch.nn.Embedding(sparse=True)`, only some optimisers take it: SGD, SparseAdam,
             Adagrad.
-        level: "auto", "reference" or "chunk".
+        level: "auto", "reference", "chunk" or "triton" (CUDA tensors, K and n up to 1,024, top_k up to 64).
 
     Returns:
         The values read `[B, T, V]` in the dtype of `values`, summed over heads.
@@ -72,10 +127,8 @@ def pkm(
     contract.one_of("return_slots", return_slots, (True, False))
     contract.one_of("sparse_grad", sparse_grad, (True, False))
     check_finite(None, q=q, keys=keys, values=values)
-    table = values.detach() if sparse_grad else values
-    v, slots, weights = PKM.resolve(level, q.shape[1])(q, keys, table, top_k, score, score_eps)
-    if sparse_grad:
-        v = SparseTableGradient.apply(v, values, slots, weights)
+    run = PKM.resolve(level, q.shape[1], (q, keys, values), Limits(cannot=search_cannot(top_k)))
+    v, slots, weights = run(q, keys, values, top_k, score, score_eps, sparse_grad)
     if watching():
         keep_read(slots, weights)
     return (v, slots, weights) if return_slots else v

@@ -5,14 +5,11 @@ Source: "Large Memory Layers with Product Keys" (2019).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..contract import compute_dtype
-from ..product_keys import select, sort_bags, sum_rows
+from ..product_keys import select, sum_rows
 from .reference import pkm_reference
 
 
@@ -28,26 +25,3 @@ def pkm_chunk(
     v = sum_rows(values, chosen.slots.flatten(), chosen.weights.flatten(), counts)
     slots, weights = (x[0].unflatten(0, q.shape[:2]) for x in (chosen.slots, chosen.weights))
     return v.to(values.dtype).unflatten(0, q.shape[:2]), slots, weights
-
-
-class SparseTableGradient(torch.autograd.Function):
-    """`v` as it is, and for the table a sparse gradient that holds the rows read, each once."""
-
-    @staticmethod
-    def forward(ctx: Any, v: Tensor, values: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
-        """v `[B, T, V]`, values `[n * n, V]`, slots and weights `[B, T, H, k]`."""
-        ctx.save_for_backward(slots, weights)
-        ctx.shape = values.shape
-        return v.view_as(v)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_v: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        """The gradient of v, and that of the table."""
-        if not ctx.needs_input_grad[1]:
-            return d_v, None, None, None
-        slots, weights = (x.flatten(0, 1).flatten(1) for x in ctx.saved_tensors)
-        rows, bags = sort_bags(d_v.to(weights.dtype).flatten(0, 1), slots, weights)
-        change = bags.sum().to(d_v.dtype)
-        table = torch.sparse_coo_tensor(rows[None], change, ctx.shape, is_coalesced=True, check_invariants=False)
-        return d_v, table, None, None
