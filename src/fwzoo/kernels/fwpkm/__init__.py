@@ -5,6 +5,7 @@ Source: "Fast-weight Product Key Memory" (2026).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,14 @@ from torch import Tensor
 
 from .. import contract
 from ..contract import Limits, Op
-from ..product_keys import check_finite, check_query_and_keys, check_retrieval, check_table
+from ..product_keys import (
+    check_finite,
+    check_query_and_keys,
+    check_retrieval,
+    check_table,
+    search_cannot,
+    tables_fit,
+)
 from ..samples import FLOATS, Draw, Sample, Samples
 from . import chunk
 from .chunk import fwpkm_chunk
@@ -20,6 +28,9 @@ from .reference import fwpkm_reference
 from .state import FwpkmState, Options, empty_state, fingerprint
 
 __all__ = ["FwpkmState", "fwpkm", "fwpkm_flush"]
+
+MOST_PLACES = 1 << 28  # slots of all memories that the Triton kernels keep a map of, 16 bytes each
+LARGEST_VALUE = 2048  # V that they take
 
 
 def _samples(draw: Draw) -> Samples:
@@ -38,13 +49,29 @@ def _triton(*arguments: Any) -> tuple[Tensor, FwpkmState]:
 
 
 def _limits(
-    few: bool, backward: bool, *, group: Any = None, max_slots: int | None = None, **_: Any
+    few: bool,
+    backward: bool,
+    *,
+    top_k: int = 8,
+    group: Any = None,
+    max_slots: int | None = None,
+    places: int = 0,
+    **_: Any,
 ) -> Limits:
+    """places: slots of all memories together."""
     if group is not None:
         return Limits(cannot="a memory shared by a process group is pooled by level 'chunk' only")
     if max_slots is not None:
-        return Limits(cannot="max_slots is given, and the Triton kernels do not count the slots of a memory")
-    return Limits()
+        return Limits(cannot=f"max_slots is {max_slots}, and the Triton kernels do not bound what a memory writes")
+    if places > MOST_PLACES:
+        return Limits(cannot=f"the memories have {places} slots, and the Triton kernels take up to {MOST_PLACES}")
+    return Limits(cannot=search_cannot(top_k))
+
+
+def _fits(tensors: Sequence[Tensor]) -> str | None:
+    if tensors[-1].shape[-1] > LARGEST_VALUE:
+        return f"V is {tensors[-1].shape[-1]}, and the Triton kernels take V up to {LARGEST_VALUE}"
+    return tables_fit(tensors)
 
 
 FWPKM = contract.register(
@@ -53,6 +80,7 @@ FWPKM = contract.register(
         {"reference": fwpkm_reference, "chunk": fwpkm_chunk, "triton": _triton},
         samples=_samples,
         limits=_limits,
+        fits=_fits,
     )
 )
 
@@ -106,7 +134,7 @@ def fwpkm(
         state: `FwpkmState` to continue from; `keys` and `values` must be those it was made from.
         mask: bool `[B, T]`, True for real tokens.
         cu_seqlens: int64 `[S + 1]`, boundaries of documents packed along T (B must be 1); the state then has N = S rows.
-        level: "auto", "reference" or "chunk".
+        level: "auto", "reference", "chunk" or "triton" (CUDA tensors, K and n up to 1,024, top_k up to 64, V up to 2,048).
 
     Returns:
         The values read `[B, T, V]` in the dtype of v (rows of masked tokens are 0), and the complete `FwpkmState`.
@@ -153,8 +181,9 @@ def fwpkm(
     state = empty if state is None else _check_state(state, empty, sequences, keys, values, options)
     check_finite(mask, q=q, v=v, gate=gate)
     check_finite(None, keys=state.keys, values=values)
-    limits = _limits(False, False, group=group, max_slots=max_slots)
-    run = FWPKM.resolve(level, q.shape[1], (q, q, v), limits)
+    places = state.keys.shape[0] * values.shape[0]
+    limits = _limits(False, False, top_k=top_k, group=group, max_slots=max_slots, places=places)
+    run = FWPKM.resolve(level, q.shape[1], (q, keys, values), limits)
     if q.is_meta:  # no values to choose slots by: shapes only, those of a memory that has not written yet
         return torch.empty_like(v), state
     return run(q, v, gate, keys.detach(), values.detach(), options, state, mask, bounds)

@@ -25,6 +25,7 @@ from .state import FwpkmState, Options
 
 TILE = 4096  # numbers that a program holds at a time
 LINE = 1024  # entries of a program that handles them one by one
+WRITE, KEYS, READ = (4, 1), (16, 4), 4
 PROGRAMS = 4224  # that write rows: as many as an H200 runs at once
 ROOM = 512 << 20  # bytes that the pool may have to spare without looking at how much of it is used
 UNIT = 40  # the use of a sub-key is counted in units of 2^-UNIT
@@ -620,7 +621,7 @@ class Table:
                 BH=triton.next_power_of_2(2 * self.heads),
                 BK=triton.next_power_of_2(options.top_k),
                 **_tile(self.entries, self.width),
-                num_warps=4,
+                num_warps=READ,
             )
         return kept, work
 
@@ -639,6 +640,7 @@ class Table:
         top_k, moves = options.top_k, options.address_loss
         at_once = max(1, min(64, 1024 // triton.next_power_of_2(top_k)))
         new_keys = torch.empty_like(keys) if moves else keys
+        wide = _tile(1, self.width)["BV"]
         with on_device(q):
             _allocate_kernel[(blocks + (triton.cdiv(bins, LINE) if moves else 0),)](
                 *(found.slots, work.rank, self.count, self.begin, self.numbers, self.written, self.stamps),
@@ -670,9 +672,9 @@ class Table:
                 V=self.width,
                 AVERAGE=options.row_averaging,
                 PROGRAMS=PROGRAMS,
-                BE=4,
-                BV=max(16, triton.next_power_of_2(self.width)),
-                num_warps=1,
+                BE=min(WRITE[0], max(1, 2048 // wide)),
+                BV=wide,
+                num_warps=WRITE[1] if wide <= 1024 else 2,
             )
             if moves:
                 _keys_kernel[(bins,)](
@@ -680,9 +682,9 @@ class Table:
                     options.key_lr,
                     F=size,
                     IDW=options.score == "idw",
-                    BE=16,
+                    BE=KEYS[0],
                     BF=max(16, triton.next_power_of_2(size)),
-                    num_warps=4,
+                    num_warps=KEYS[1],
                 )
         self.changed = True
         return new_keys

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..clock import Clock, known_count, remember_count
 from ..contract import few_tokens, may_overwrite_states
-from ..product_key_search import Found, search, search_backward
+from ..product_key_search import Found, backward, search
 from ..product_keys import keep_read, watching
 from .chunk import in_token_order
 from .state import FwpkmState, Options
@@ -174,6 +174,6 @@ class _Differentiable(torch.autograd.Function):
         d_q = d_o.new_zeros(ctx.shape, dtype=ctx.dtype)
         for chunk, q, keys, found, kept in ctx.steps:
             d_weights = weights_backward(d_o, found.slots, kept, table, chunk)
-            part, _ = search_backward(d_weights, q, keys, found, options.score, options.score_eps)
+            part, _ = backward(q, keys, found, options.score, d_weights)
             d_q[:, chunk.start : chunk.start + chunk.width] = part.view(ctx.shape[0], -1, *ctx.shape[2:])
         return d_q, None
