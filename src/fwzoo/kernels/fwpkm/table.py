@@ -209,10 +209,7 @@ def _allocate_kernel(
         old = tl.load(numbers + slot, mask=head, other=0)
         tl.store(row_slot + row, slot, mask=head)
         tl.store(row_old + row, old, mask=head)
-        if KEEP:
-            fresh = one
-        else:
-            fresh = (head & (old <= P)).to(tl.int32)
+        fresh = (head & ((old <= P) | KEEP)).to(tl.int32)
         place = P + tl.atomic_add(used, tl.sum(fresh, 0)) + tl.cumsum(fresh, 0)
         tl.store(numbers + slot, place, mask=fresh > 0)
         tl.store(written + slot, tl.load(stamps + g, mask=head, other=0) + stamp, mask=head)
@@ -347,10 +344,7 @@ def _write_kernel(
                 step = read(residual + at, ok[:, None] & (c < V)[None, :]) * weight[:, None]
                 total += tl.sum((step.to(tl.float64) + unit) - unit, 0)
             change = total.to(tl.float32)
-        if AVERAGE:
-            change = change * (rate / size)
-        else:
-            change = change * rate
+        change = change * (rate / (size if AVERAGE else 1))
         new = (tl.load(numbers + slot) - 1 - P).to(tl.int64)
         tl.store(pool + new * V + c, row + change, mask=c < V)
         tl.store(count + slot, 0)
@@ -572,7 +566,9 @@ class Table:
             self.begin = torch.empty(self.groups, line, dtype=torch.int32, device=device)
             self.use = torch.zeros(bins, dtype=torch.int64, device=device)
             self.sub_count = torch.zeros(bins, dtype=torch.int32, device=device)
-            self.cursors = torch.zeros(updates + 1, 3, dtype=torch.int32, device=device)  # the last row: rows of the pool
+            self.cursors = torch.zeros(
+                updates + 1, 3, dtype=torch.int32, device=device
+            )  # the last row: rows of the pool
             self.stamp = 0
             self.most = min(tokens * self.entries, self.groups * self.size)  # rows that a chunk can add
             self.limit = updates * self.most if keep else min(updates * self.most, self.groups * self.size)
@@ -666,7 +662,17 @@ class Table:
                 BF=triton.next_power_of_2(size),
             )
             _write_kernel[(min(PROGRAMS, entries),)](
-                *(row_slot, row_old, self.numbers, self.count, self.begin, order, found.weights, work.residual, work.peak),
+                *(
+                    row_slot,
+                    row_old,
+                    self.numbers,
+                    self.count,
+                    self.begin,
+                    order,
+                    found.weights,
+                    work.residual,
+                    work.peak,
+                ),
                 *(self.values, self.held, self.pool, cursors, P, line, options.value_lr),
                 E=self.entries,
                 V=self.width,
@@ -769,9 +775,7 @@ def step(
     return o, state._replace(count=state.count.add_(q.shape[1] if mask is None else mask[:, 0].long()))
 
 
-def weights_backward(
-    d_o: Tensor, slots: Tensor, kept: Tensor | None, table: Table, chunk: Chunk
-) -> Tensor:
+def weights_backward(d_o: Tensor, slots: Tensor, kept: Tensor | None, table: Table, chunk: Chunk) -> Tensor:
     """Gradient of the weights `[G, T, H, k]` of a chunk's slots, from that of what is read in the call, `[N, ticks, V]`."""
     d_weights = torch.empty(slots.shape, dtype=torch.float32, device=d_o.device)
     with on_device(d_o):

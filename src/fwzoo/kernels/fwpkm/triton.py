@@ -37,10 +37,7 @@ def fwpkm_triton(
         return _few(q, v, gate, values, options, state, mask)
     call = _Call(q, v, gate, values, options, state, mask, bounds)
     q_stream = call.clock.stream(q, state.q)
-    if call.graph:
-        o = _Differentiable.apply(q_stream, call)
-    else:
-        o = call.run(q_stream)
+    o = _Differentiable.apply(q_stream, call) if call.graph else call.run(q_stream)
     return call.clock.back(o), call.state(q_stream)
 
 
