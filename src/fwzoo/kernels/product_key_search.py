@@ -24,6 +24,7 @@ from .gpu import on_device
 from .gpu import read as read_values
 
 MOST_IN_BLOCK = 256  # sub-keys that a program scores: their scores stay in registers
+UNSURE = 2**-13  # error of an approximate score to the lengths: dropped products, and sums that tensor cores cut off
 SPARE = 2  # candidates of a block beyond k
 CUT = tl.constexpr(4e-5)  # what the last bits hold of a candidate's distance, at most: MOST_IN_BLOCK / 2^23
 NONE = tl.constexpr(0x7FFFFFFF)
@@ -77,6 +78,7 @@ def _candidates(
     T,
     H,
     n,
+    unsure,
     M: tl.constexpr,
     F: tl.constexpr,
     FP: tl.constexpr,
@@ -116,10 +118,10 @@ def _candidates(
             scores = tl.dot(first, tl.load(low + at), scores)
     squares = tl.load(norm + first_key + i)
     longest = tl.max(squares, 0)
-    wrong = 0.000123 * tl.sqrt(length * longest)  # 2^-13: dropped products, and sums that the tensor cores cut off
+    wrong = tl.sqrt(length * longest)
     if IDW:
         scores = 2 * scores - squares[None, :]
-        wrong = 2 * wrong + 2e-6 * (length + longest)
+        wrong = length + longest  # at least twice the product of the lengths
     some = (block * BN + i < n)[None, :]
     scores = tl.where(some, scores, float("-inf"))
     best = tl.max(scores, 1)
@@ -131,7 +133,7 @@ def _candidates(
         last = tl.min(tl.where(key > last[:, None], key, NONE), 1)
         tl.store(found + out * M + j, last, mask=real)
     tl.store(bounds + out * 2, best, mask=real)
-    tl.store(bounds + out * 2 + 1, wrong, mask=real)
+    tl.store(bounds + out * 2 + 1, wrong * unsure, mask=real)
 
 
 @triton.jit
@@ -419,6 +421,7 @@ def _search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float, reading
             tokens,
             heads,
             n,
+            UNSURE,
             M=candidates,
             F=half_size,
             FP=size_f,

@@ -72,8 +72,8 @@ def _backward(
     d_keys = key_gradient(queries, keys[None], found, score, pull)[0].to(keys.dtype) if keys_grad else keys.new_empty(0)
     d_values = values.new_empty(0)
     if values_grad:
-        reads = (x[0].flatten(1) for x in (found.slots, found.weights))
-        d_values = table_gradient(d_v, *reads, values.shape[0], values.dtype)
+        slots, weights = found.slots[0].flatten(1), found.weights[0].flatten(1)
+        d_values = table_gradient(d_v, slots, weights, values.shape[0], values.dtype)
     return d_q[0].unflatten(0, q.shape[:2]), d_keys, d_values
 
 
