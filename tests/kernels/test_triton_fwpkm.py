@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from typing import Any
 
@@ -150,8 +151,10 @@ def test_copies_share_rows_until_they_write() -> None:
 
 
 @triton
-def test_many_entries_of_one_slot() -> None:
-    """Four slots and 16 tokens: every row is written many times, and a slot by both heads of a token."""
+@pytest.mark.parametrize("piece", [32, 3])
+def test_many_entries_of_one_slot(piece: int, monkeypatch: Any) -> None:
+    """Four slots and 16 tokens: every row is written many times, and a slot by both heads of a token; in pieces of three too."""
+    monkeypatch.setattr(importlib.import_module("fwzoo.kernels.fwpkm.table"), "PIECE", piece)
     tokens, weights = small(2, 9, heads=2, n=2)
     options = {"top_k": 2, "chunk_size": 8, "scope": "batch"}
     plain, end = call("fwpkm", tokens, weights, level="chunk", **options)

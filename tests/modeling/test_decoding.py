@@ -46,7 +46,9 @@ def test_a_step_that_writes_a_chunk_of_slots_is_no_part_of_a_graph(device: str, 
     model, prompt = next(row for row in FIXED if row.name == "fwpkm").model().to(device), ids(1, 6).to(device)
     chunk, replayed, made = model.config.memory_chunk_size, [], []
     replay = decoding._Graph.replay
-    monkeypatch.setattr(decoding._Graph, "replay", lambda *args: replayed.append(args[3].layers[0].seen) or replay(*args))
+    monkeypatch.setattr(
+        decoding._Graph, "replay", lambda *args: replayed.append(args[3].layers[0].seen) or replay(*args)
+    )
     monkeypatch.setattr(decoding, "_Graph", lambda *args, new=decoding._Graph: made.append(new(*args)) or made[-1])
     options = {**GREEDY, "max_new_tokens": 3 * chunk}
     tokens = model.generate(prompt, **options)

@@ -3,10 +3,10 @@
 A written row lies in `held`, the rows of the incoming state, which stay as they are, or in a pool that only grows. Which
 one is said by a number: 0 for the checkpoint's row, 1 to P for the rows of `held`, more for the pool.
 
-A chunk is written in four launches. While it is read, every entry (a token and one of the slots that it reads) counts
-itself at its slot. Then every slot gets a run of places, its entries are put there, and a program a slot adds them up.
-Atomic additions decide in what order the entries of a slot lie, so they are added up exactly: as whole multiples of a unit
-that the largest of them sets, in float64, where any order gives the same bits. The sub-keys go the same way.
+While a chunk is read, every entry (a token and one of the slots that it reads) counts itself at its slot. When the chunk is
+written, every slot gets a run of places, its entries are put there, and added up in pieces. Atomic additions decide in what
+order they lie, so they are added up exactly: as whole multiples of a unit that the largest of a slot sets, in float64, where
+any order gives the same bits.
 
 Axis letters: X tokens of a chunk, all sequences after one another; E = H * k entries a token; S = n * n slots.
 """
@@ -21,11 +21,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ..gpu import on_device, read
+from ..product_key_search import key_gradient
 from .state import FwpkmState, Options
 
 TILE = 4096  # numbers that a program holds at a time
 LINE = 1024  # entries of a program that handles them one by one
-WRITE, KEYS, READ = (4, 1), (16, 4), 4
+PIECE = 32  # entries of a slot that one program adds up
+WRITE, READ = (4, 1), 4
 PROGRAMS = 4224  # that write rows: as many as an H200 runs at once
 ROOM = 512 << 20  # bytes that the pool may have to spare without looking at how much of it is used
 UNIT = 40  # the use of a sub-key is counted in units of 2^-UNIT
@@ -85,8 +87,6 @@ def _read_kernel(
     peak,
     count,
     rank,
-    sub_count,
-    sub_rank,
     use,
     W,
     L,
@@ -158,14 +158,11 @@ def _read_kernel(
             share = share / tl.sum(share, 1)[:, None]
             table = ((g * 2 + r % 2) * H + r // 2) * N_SUB
             bin = table[:, None] + tl.load(index + at, mask=ok, other=0)
-            ok_now = ok & (alive > 0)
-            place = tl.atomic_add(sub_count + bin, 1, mask=ok_now, sem="relaxed")
-            tl.store(sub_rank + at, tl.where(alive > 0, place, -1), mask=ok)
             whole = (share.to(tl.float64) * (1 << UNIT)).to(tl.int64)
-            tl.atomic_add(use + bin, whole, mask=ok_now, sem="relaxed")
+            tl.atomic_add(use + bin, whole, mask=ok & (alive > 0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["P", "S1", "per", "entries", "bins", "stamp", "blocks"])
+@triton.jit(do_not_specialize=["P", "S1", "per", "entries", "stamp"])
 def _allocate_kernel(
     slots,
     rank,
@@ -174,225 +171,192 @@ def _allocate_kernel(
     numbers,
     written,
     stamps,
-    row_slot,
-    row_old,
-    sub_count,
-    sub_begin,
+    pieces,
     cursors,
     used,
     P,
     S1,
     per,
     entries,
-    bins,
     stamp,
-    blocks,
     E: tl.constexpr,
     KEEP: tl.constexpr,
+    PIECE: tl.constexpr,
     LINE: tl.constexpr,
 ):
-    """A run of places for the entries of every slot (by the first of them) and of every sub-key; a row for every slot.
+    """A run of places for the entries of every slot, by the first of them; its row; and the pieces in which it is added up.
 
-    cursors: entries placed, rows, entries of sub-keys placed.
+    cursors: entries placed, pieces, slots of several pieces.
+    pieces: of every piece its slot, where the slot's row was, first place, entries, entries of the slot, number among the
+    slots of several pieces (-1: it is the only one); `[6, entries]`.
     """
-    block = tl.program_id(0)
-    if block < blocks:
-        at = block * LINE + tl.arange(0, LINE)
-        head = tl.load(rank + at, mask=at < entries, other=-1) == 0
-        g = at // (per * E)
-        slot = g.to(tl.int64) * S1 + tl.load(slots + at, mask=head, other=0)
-        size = tl.load(count + slot, mask=head, other=0)
-        ends = tl.cumsum(size, 0)
-        tl.store(begin + slot, tl.atomic_add(cursors, tl.sum(size, 0)) + ends - size, mask=head)
-        one = head.to(tl.int32)
-        row = tl.atomic_add(cursors + 1, tl.sum(one, 0)) + tl.cumsum(one, 0) - one
-        old = tl.load(numbers + slot, mask=head, other=0)
-        tl.store(row_slot + row, slot, mask=head)
-        tl.store(row_old + row, old, mask=head)
-        fresh = (head & ((old <= P) | KEEP)).to(tl.int32)
-        place = P + tl.atomic_add(used, tl.sum(fresh, 0)) + tl.cumsum(fresh, 0)
-        tl.store(numbers + slot, place, mask=fresh > 0)
-        tl.store(written + slot, tl.load(stamps + g, mask=head, other=0) + stamp, mask=head)
-    else:
-        at = (block - blocks) * LINE + tl.arange(0, LINE)
-        size = tl.load(sub_count + at, mask=at < bins, other=0)
-        ends = tl.cumsum(size, 0)
-        tl.store(sub_begin + at, tl.atomic_add(cursors + 2, tl.sum(size, 0)) + ends - size, mask=at < bins)
+    at = tl.program_id(0) * LINE + tl.arange(0, LINE)
+    head = tl.load(rank + at, mask=at < entries, other=-1) == 0
+    g = at // (per * E)
+    slot = g.to(tl.int64) * S1 + tl.load(slots + at, mask=head, other=0)
+    size = tl.load(count + slot, mask=head, other=0)
+    old = tl.load(numbers + slot, mask=head, other=0)
+    start = tl.atomic_add(cursors, tl.sum(size, 0)) + tl.cumsum(size, 0) - size
+    tl.store(begin + slot, start, mask=head)
+    parts = (size + (PIECE - 1)) // PIECE
+    several = (parts > 1).to(tl.int32)
+    part = tl.atomic_add(cursors + 1, tl.sum(parts, 0)) + tl.cumsum(parts, 0) - parts
+    shared = tl.atomic_add(cursors + 2, tl.sum(several, 0)) + tl.cumsum(several, 0) - several
+    shared = tl.where(several > 0, shared, -1)
+    for i in range(0, tl.max(parts, 0)):
+        to, ok = pieces + part + i, i < parts
+        tl.store(to, slot.to(tl.int32), mask=ok)
+        tl.store(to + entries, old, mask=ok)
+        tl.store(to + 2 * entries, start + i * PIECE, mask=ok)
+        tl.store(to + 3 * entries, tl.minimum(size - i * PIECE, PIECE), mask=ok)
+        tl.store(to + 4 * entries, size, mask=ok)
+        tl.store(to + 5 * entries, shared, mask=ok)
+    fresh = (head & ((old <= P) | KEEP)).to(tl.int32)
+    place = P + tl.atomic_add(used, tl.sum(fresh, 0)) + tl.cumsum(fresh, 0)
+    tl.store(numbers + slot, place, mask=fresh > 0)
+    tl.store(written + slot, tl.load(stamps + g, mask=head, other=0) + stamp, mask=head)
 
 
-@triton.jit(do_not_specialize=["S1", "per", "entries", "rows", "blocks"])
+@triton.jit(do_not_specialize=["S1", "per", "entries", "rows", "blocks", "W", "L", "start"])
 def _place_kernel(
     slots,
+    weights,
     rank,
     begin,
-    order,
-    q,
+    peak,
+    bound,
+    entry_row,
+    entry_weight,
     index,
     half,
-    sub_rank,
-    sub_begin,
+    real,
+    due,
     use,
     tokens,
-    sub_order,
-    sub_weight,
-    sub_bound,
+    pulls,
     S1,
     per,
     entries,
     rows,
     blocks,
+    W,
+    L,
+    start,
     E: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
-    F: tl.constexpr,
     N_SUB: tl.constexpr,
     IDW: tl.constexpr,
     UNIT: tl.constexpr,
     LINE: tl.constexpr,
     ROWS: tl.constexpr,
     BK: tl.constexpr,
-    BF: tl.constexpr,
 ):
-    """Put every entry into its place; and the entries of the sub-keys, with their weights in the gradient."""
+    """Put every entry into its place; and how strongly it pulls at each of its sub-keys.
+
+    bound: of every slot, the largest number that an entry adds, as bits.
+    """
     block = tl.program_id(0)
     if block < blocks:
         entry = block * LINE + tl.arange(0, LINE)
         behind = tl.load(rank + entry, mask=entry < entries, other=-1)
         slot = (entry // (per * E)).to(tl.int64) * S1 + tl.load(slots + entry, mask=behind >= 0, other=0)
-        tl.store(order + tl.load(begin + slot, mask=behind >= 0, other=0) + behind, entry, mask=behind >= 0)
+        weight = tl.load(weights + entry, mask=behind >= 0, other=0.0)
+        place = tl.load(begin + slot, mask=behind >= 0, other=0) + behind
+        tl.store(entry_row + place, entry // E, mask=behind >= 0)
+        tl.store(entry_weight + place, weight, mask=behind >= 0)
+        most = tl.abs(weight * tl.load(peak + entry // E, mask=behind >= 0, other=0.0))
+        tl.atomic_max(bound + slot, most.to(tl.int32, bitcast=True), mask=behind >= 0, sem="relaxed")
     else:
         r, j = (block - blocks) * ROWS + tl.arange(0, ROWS), tl.arange(0, BK)
         ok = (r < rows)[:, None] & (j < K)[None, :]
         at = r.to(tl.int64)[:, None] * K + j[None, :]
-        place = tl.load(sub_rank + at, mask=ok, other=-1)
         score = tl.load(half + at, mask=ok, other=float("-inf"))
         largest = tl.max(tl.where(ok, score, float("-inf")), 1)
         share = tl.exp(score - tl.where(r < rows, largest, 0.0)[:, None])
         share = share / tl.where(r < rows, tl.sum(share, 1), 1.0)[:, None]
-        h, g = (r // 2) % H, r // (2 * H * per)
+        x = r // (2 * H)
+        n, g, h = x // W, x // per, (r // 2) % H
+        alive = tl.load(real + n.to(tl.int64) * L + start + x - n * W, mask=r < rows, other=0).to(tl.int32)
+        if due is not None:
+            alive = alive * tl.load(due + n, mask=r < rows, other=0).to(tl.int32)
         bin = (((g * 2 + r % 2) * H + h) * N_SUB)[:, None] + tl.load(index + at, mask=ok, other=0)
         number = tl.maximum(tl.load(tokens + g, mask=r < rows, other=1), 1).to(tl.float32)[:, None]
-        total = tl.load(use + bin, mask=place >= 0, other=0).to(tl.float64) * (1.0 / (1 << UNIT))
+        ok_now = ok & (alive > 0)[:, None]
+        total = tl.load(use + bin, mask=ok_now, other=0).to(tl.float64) * (1.0 / (1 << UNIT))
         mean = total.to(tl.float32) / number
         mean = tl.log(tl.where(mean > 0, mean, 1.0))
-        weight = share * (mean - tl.sum(share * mean, 1)[:, None]) / number
+        pull = share * (mean - tl.sum(share * mean, 1)[:, None]) / number
         if IDW:
-            score = tl.where(ok, score, 0.0)
-            weight = 2.0 * weight * tl.exp(score)
-            bound = tl.abs(weight) * tl.exp(-0.5 * score)
-        else:
-            f = tl.arange(0, BF)
-            query = read(q + r.to(tl.int64)[:, None] * F + f[None, :], (r < rows)[:, None] & (f < F)[None, :])
-            bound = tl.abs(weight) * tl.max(tl.abs(query.to(tl.float32)), 1)[:, None]
-        to = tl.load(sub_begin + bin, mask=place >= 0, other=0) + place
-        tl.store(sub_order + to, tl.broadcast_to(r[:, None], [ROWS, BK]), mask=place >= 0)
-        tl.store(sub_weight + to, weight, mask=place >= 0)
-        tl.store(sub_bound + to, bound, mask=place >= 0)
+            pull = 2.0 * pull * tl.exp(tl.where(ok, score, 0.0))
+        tl.store(pulls + at, tl.where(ok_now, pull, 0.0), mask=ok)
 
 
-@triton.jit(do_not_specialize=["P", "S1", "rate"])
+@triton.jit(do_not_specialize=["P", "S1", "rate", "entries"])
 def _write_kernel(
-    row_slot,
-    row_old,
+    pieces,
     numbers,
     count,
-    begin,
-    order,
-    weights,
+    bound,
+    entry_row,
+    entry_weight,
     residual,
-    peak,
     values,
     held,
     pool,
+    sums,
+    finished,
     cursors,
     P,
     S1,
     rate,
-    E: tl.constexpr,
+    entries,
     V: tl.constexpr,
     AVERAGE: tl.constexpr,
+    PIECE: tl.constexpr,
     PROGRAMS: tl.constexpr,
     BE: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """One slot after the other: its row, and what its entries add to it."""
+    """One piece of a slot's entries after the other: what they add to its row. Of several, the last to finish writes the row.
+
+    sums: float64, of the slots of several pieces; 0 before and after. finished: how many of their pieces are.
+    """
     c, e = tl.arange(0, BV), tl.arange(0, BE)
     for i in range(tl.program_id(0), tl.load(cursors + 1), PROGRAMS):
-        slot = tl.load(row_slot + i)
-        size, start = tl.load(count + slot), tl.load(begin + slot)
-        old = tl.load(row_old + i) + tl.zeros([1], tl.int32)
-        row = _rows(old, slot % S1 + tl.zeros([1], tl.int64), old >= 0, values, held, pool, P, c, V, True)
-        row = tl.reshape(row, [BV])
-        if size == 1:
-            entry = tl.load(order + start)
-            step = read(residual + (entry // E).to(tl.int64) * V + c, c < V)
-            change = tl.load(weights + entry) * step
+        slot, old = tl.load(pieces + i), tl.load(pieces + entries + i)
+        start, size = tl.load(pieces + 2 * entries + i), tl.load(pieces + 3 * entries + i)
+        whole, shared = tl.load(pieces + 4 * entries + i), tl.load(pieces + 5 * entries + i)
+        one = tl.zeros([1], tl.int32)
+        row = tl.reshape(_rows(old + one, slot % S1 + one, one == 0, values, held, pool, P, c, V, True), [BV])
+        new = (tl.load(numbers + slot) - 1 - P).to(tl.int64)
+        if whole == 1:
+            step = read(residual + tl.load(entry_row + start).to(tl.int64) * V + c, c < V)
+            total = (tl.load(entry_weight + start) * step).to(tl.float64)
         else:
-            bound = 0.0
-            for first in range(0, size, BE):
-                ok = first + e < size
-                entry = tl.load(order + start + first + e, mask=ok, other=0)
-                weight = tl.load(weights + entry, mask=ok, other=0.0)
-                bound = tl.maximum(bound, tl.max(tl.abs(weight) * tl.load(peak + entry // E, mask=ok, other=0.0), 0))
-            unit = _unit(bound)
+            unit = _unit(tl.load(bound + slot))
             total = tl.zeros([BV], tl.float64)
             for first in range(0, size, BE):
                 ok = first + e < size
-                entry = tl.load(order + start + first + e, mask=ok, other=0)
-                weight = tl.load(weights + entry, mask=ok, other=0.0)
-                at = (entry // E).to(tl.int64)[:, None] * V + c[None, :]
-                step = read(residual + at, ok[:, None] & (c < V)[None, :]) * weight[:, None]
+                from_row = tl.load(entry_row + start + first + e, mask=ok, other=0).to(tl.int64)[:, None] * V
+                weight = tl.load(entry_weight + start + first + e, mask=ok, other=0.0)
+                step = read(residual + from_row + c[None, :], ok[:, None] & (c < V)[None, :]) * weight[:, None]
                 total += tl.sum((step.to(tl.float64) + unit) - unit, 0)
-            change = total.to(tl.float32)
-        change = change * (rate / (size if AVERAGE else 1))
-        new = (tl.load(numbers + slot) - 1 - P).to(tl.int64)
-        tl.store(pool + new * V + c, row + change, mask=c < V)
-        tl.store(count + slot, 0)
-
-
-@triton.jit(do_not_specialize=["rate"])
-def _keys_kernel(
-    q,
-    keys,
-    new_keys,
-    sub_count,
-    sub_begin,
-    sub_order,
-    sub_weight,
-    sub_bound,
-    use,
-    rate,
-    F: tl.constexpr,
-    IDW: tl.constexpr,
-    BE: tl.constexpr,
-    BF: tl.constexpr,
-):
-    """One sub-key: its gradient step."""
-    bin = tl.program_id(0).to(tl.int64)
-    f, e = tl.arange(0, BF), tl.arange(0, BE)
-    key = tl.load(keys + bin * F + f, mask=f < F, other=0.0)
-    size, start = tl.load(sub_count + bin), tl.load(sub_begin + bin)
-    if size > 0:
-        bound = 0.0
-        for first in range(0, size, BE):
-            bound = tl.maximum(
-                bound, tl.max(tl.load(sub_bound + start + first + e, mask=first + e < size, other=0.0), 0)
-            )
-        unit = _unit(bound * 1.01)
-        total = tl.zeros([BF], tl.float64)
-        for first in range(0, size, BE):
-            ok = first + e < size
-            row = tl.load(sub_order + start + first + e, mask=ok, other=0).to(tl.int64)
-            weight = tl.load(sub_weight + start + first + e, mask=ok, other=0.0)
-            query = read(q + row[:, None] * F + f[None, :], ok[:, None] & (f < F)[None, :]).to(tl.float32)
-            if IDW:
-                query = query - key[None, :]
-            step = query * weight[:, None]
-            total += tl.sum((step.to(tl.float64) + unit) - unit, 0)
-        key = key - rate * total.to(tl.float32)
-        tl.store(sub_count + bin, 0)
-        tl.store(use + bin, 0)
-    tl.store(new_keys + bin * F + f, key, mask=f < F)
+        last = shared < 0
+        if shared >= 0:
+            own = sums + shared.to(tl.int64) * V + c
+            tl.atomic_add(own, total, mask=c < V, sem="relaxed")
+            tl.debug_barrier()
+            last = tl.atomic_add(finished + shared, 1, sem="acq_rel") == (whole + (PIECE - 1)) // PIECE - 1
+            if last:
+                total = tl.load(own, mask=c < V, other=0.0, cache_modifier=".cg")
+                tl.store(own, tl.zeros([BV], tl.float64), mask=c < V)
+                tl.store(finished + shared, 0)
+        if last:
+            change = total.to(tl.float32) * (rate / (whole if AVERAGE else 1))
+            tl.store(pool + new * V + c, row + change, mask=c < V)
+            tl.store(count + slot, 0)
+            tl.store(bound + slot, 0)
 
 
 @triton.jit(do_not_specialize=["P", "M", "halvings", "T", "C"])
@@ -524,13 +488,11 @@ class Work(NamedTuple):
     Attributes:
         residual: `[X, V]`. peak: `[X]`, largest number of each.
         rank: int32 `[X * E]`, where an entry lies among those of its slot; -1: it does not write.
-        sub_rank: int32 `[X * 2 * E]`, the same for the sub-keys.
     """
 
     residual: Tensor
     peak: Tensor
     rank: Tensor
-    sub_rank: Tensor
 
 
 class Table:
@@ -556,19 +518,23 @@ class Table:
         bins = state.keys.shape[:4].numel()
         line = self.size + 1  # one more, for the unused places of the state's lists
         if updates or self.places:
-            made = torch.zeros(3, self.groups, line, dtype=torch.int32, device=device)
-            self.numbers, self.written, self.count = made
+            self.numbers, self.written, *counts = torch.zeros(
+                4 if updates else 2, self.groups, line, dtype=torch.int32, device=device
+            )
         if self.places:
             self.numbers.scatter_(1, state.slots, state.where.int() + 1)  # type: ignore[union-attr]
             self.written.scatter_(1, state.slots, state.written.int())
         if updates:
             self.stamps = self.written.amax(1)
-            self.begin = torch.empty(self.groups, line, dtype=torch.int32, device=device)
-            self.use = torch.zeros(bins, dtype=torch.int64, device=device)
-            self.sub_count = torch.zeros(bins, dtype=torch.int32, device=device)
+            self.count, self.bounds = counts
+            self.begin = torch.empty_like(self.count)
+            self.use = torch.zeros(updates, bins, dtype=torch.int64, device=device)
             self.cursors = torch.zeros(
                 updates + 1, 3, dtype=torch.int32, device=device
             )  # the last row: rows of the pool
+            large = tokens * self.entries // PIECE + 1
+            self.sums = torch.zeros(large, self.width, dtype=torch.float64, device=device)
+            self.finished = torch.zeros(large, dtype=torch.int32, device=device)
             self.stamp = 0
             self.most = min(tokens * self.entries, self.groups * self.size)  # rows that a chunk can add
             self.limit = updates * self.most if keep else min(updates * self.most, self.groups * self.size)
@@ -589,7 +555,6 @@ class Table:
                 residual=torch.empty(tokens, self.width, **made),
                 peak=torch.empty(tokens, **made),
                 rank=torch.empty(tokens * self.entries, dtype=torch.int32, **made),
-                sub_rank=torch.empty(tokens * 2 * self.entries, dtype=torch.int32, **made),
             )
         numbers = self.numbers if self.places or self.changed else None
         kept = None
@@ -602,7 +567,7 @@ class Table:
                 *((found.index, found.half) if write else (None, None)),
                 *((chunk.v, chunk.target, chunk.known, chunk.real, chunk.due, chunk.gate) if write else [None] * 6),
                 *((work.residual, work.peak, self.count, work.rank) if work else [None] * 4),
-                *((self.sub_count, work.sub_rank, self.use) if work else [None] * 3),
+                self.use[self.stamp] if work else None,
                 *(chunk.width, chunk.total, chunk.start, tokens // self.groups, chunk.first, chunk.read),
                 E=self.entries,
                 V=self.width,
@@ -624,76 +589,57 @@ class Table:
     def write(self, found: Any, work: Work, q: Tensor, keys: Tensor, chunk: Chunk) -> Tensor:
         """Move the rows by what a chunk of queries `[G, T, H, K]` read, and the sub-keys `[G, 2, H, n, F]`: the new ones."""
         self._reserve()
-        options, tokens = self.options, work.peak.shape[0]
-        entries, bins, rows = tokens * self.entries, keys.shape[:4].numel(), tokens * 2 * self.heads
-        made = {"dtype": torch.int32, "device": q.device}
-        row_slot, row_old, order = torch.empty(3, entries, **made)
-        sub_begin, sub_order = torch.empty(bins, **made), torch.empty(2 * entries, **made)
-        sub_weight, sub_bound = torch.empty(2, 2 * entries, device=q.device)
-        cursors, P, line, per = self.cursors[self.stamp], self.held.shape[0], self.size + 1, tokens // self.groups
-        self.stamp += 1
-        blocks, size = triton.cdiv(entries, LINE), keys.shape[4]
-        top_k, moves = options.top_k, options.address_loss
-        at_once = max(1, min(64, 1024 // triton.next_power_of_2(top_k)))
-        new_keys = torch.empty_like(keys) if moves else keys
-        wide = _tile(1, self.width)["BV"]
+        options, tokens, width = self.options, work.peak.shape[0], self.width
+        entries, rows, cursors = tokens * self.entries, tokens * 2 * self.heads, self.cursors[self.stamp]
+        P, line, per = self.held.shape[0], self.size + 1, tokens // self.groups
+        pieces = torch.empty(6, entries, dtype=torch.int32, device=q.device)
+        entry_row, entry_weight = pieces.new_empty(entries), work.peak.new_empty(entries)
+        moves = options.address_loss
+        pulls = torch.empty_like(found.half) if moves else None
+        blocks, at_once = triton.cdiv(entries, LINE), max(1, 512 // triton.next_power_of_2(options.top_k))
         with on_device(q):
-            _allocate_kernel[(blocks + (triton.cdiv(bins, LINE) if moves else 0),)](
+            _allocate_kernel[(blocks,)](
                 *(found.slots, work.rank, self.count, self.begin, self.numbers, self.written, self.stamps),
-                *(row_slot, row_old, self.sub_count, sub_begin, cursors, self.cursors[-1]),
-                *(P, line, per, entries, bins, self.stamp, blocks),
+                *(pieces, cursors, self.cursors[-1], P, line, per, entries, self.stamp + 1),
                 E=self.entries,
                 KEEP=self.keep,
+                PIECE=PIECE,
                 LINE=LINE,
+                num_warps=8,
             )
             _place_kernel[(blocks + (triton.cdiv(rows, at_once) if moves else 0),)](
-                *(found.slots, work.rank, self.begin, order, q, found.index, found.half, work.sub_rank, sub_begin),
-                *(self.use, chunk.tokens, sub_order, sub_weight, sub_bound, line, per, entries, rows, blocks),
+                *(found.slots, found.weights, work.rank, self.begin, work.peak, self.bounds, entry_row, entry_weight),
+                *(found.index, found.half, chunk.real, chunk.due, self.use[self.stamp], chunk.tokens, pulls),
+                *(line, per, entries, rows, blocks, chunk.width, chunk.total, chunk.start),
                 E=self.entries,
                 H=self.heads,
-                K=top_k,
-                F=size,
+                K=options.top_k,
                 N_SUB=self.sub,
                 IDW=options.score == "idw",
                 UNIT=UNIT,
                 LINE=LINE,
                 ROWS=at_once,
-                BK=triton.next_power_of_2(top_k),
-                BF=triton.next_power_of_2(size),
+                BK=triton.next_power_of_2(options.top_k),
             )
+            wide = _tile(1, width)["BV"]
             _write_kernel[(min(PROGRAMS, entries),)](
-                *(
-                    row_slot,
-                    row_old,
-                    self.numbers,
-                    self.count,
-                    self.begin,
-                    order,
-                    found.weights,
-                    work.residual,
-                    work.peak,
-                ),
-                *(self.values, self.held, self.pool, cursors, P, line, options.value_lr),
-                E=self.entries,
-                V=self.width,
+                *(pieces, self.numbers, self.count, self.bounds, entry_row, entry_weight, work.residual),
+                *(self.values, self.held, self.pool, self.sums, self.finished, cursors),
+                *(P, line, options.value_lr, entries),
+                V=width,
                 AVERAGE=options.row_averaging,
+                PIECE=PIECE,
                 PROGRAMS=PROGRAMS,
                 BE=min(WRITE[0], max(1, 2048 // wide)),
                 BV=wide,
                 num_warps=WRITE[1] if wide <= 1024 else 2,
             )
-            if moves:
-                _keys_kernel[(bins,)](
-                    *(q, keys, new_keys, self.sub_count, sub_begin, sub_order, sub_weight, sub_bound, self.use),
-                    options.key_lr,
-                    F=size,
-                    IDW=options.score == "idw",
-                    BE=KEYS[0],
-                    BF=max(16, triton.next_power_of_2(size)),
-                    num_warps=KEYS[1],
-                )
+        self.stamp += 1
+        if pulls is not None:
+            step = key_gradient(q, keys, found, options.score, pulls)
+            keys = torch.sub(keys, step, alpha=options.key_lr)
         self.changed = True
-        return new_keys
+        return keys
 
     def _reserve(self) -> None:
         """Room in the pool for the rows of one more chunk."""

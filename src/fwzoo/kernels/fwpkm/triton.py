@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..clock import Clock, known_count, remember_count
-from ..contract import few_tokens, may_overwrite_states
+from ..contract import few_tokens, may_discard_states, may_overwrite_states
 from ..product_key_search import Found, backward, search
 from ..product_keys import keep_read, watching
 from .chunk import in_token_order
@@ -38,7 +38,7 @@ def fwpkm_triton(
     call = _Call(q, v, gate, values, options, state, mask, bounds)
     q_stream = call.clock.stream(q, state.q)
     o = _Differentiable.apply(q_stream, call) if call.graph else call.run(q_stream)
-    return call.clock.back(o), call.state(q_stream)
+    return call.clock.back(o), state if may_discard_states() else call.state(q_stream)
 
 
 def _only_reads(q: Tensor, options: Options, state: FwpkmState) -> bool:
