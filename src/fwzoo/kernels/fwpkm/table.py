@@ -21,13 +21,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..gpu import on_device, read
-from ..product_key_search import key_gradient
 from .state import FwpkmState, Options
 
 TILE = 4096  # numbers that a program holds at a time
 LINE = 1024  # entries of a program that handles them one by one
 PIECE = 32  # entries of a slot that one program adds up
-WRITE, READ = (4, 1), 4
+WRITE, KEYS, READ = (4, 1), (8, 1), 4
 PROGRAMS = 4224  # that write rows: as many as an H200 runs at once
 ROOM = 512 << 20  # bytes that the pool may have to spare without looking at how much of it is used
 UNIT = 40  # the use of a sub-key is counted in units of 2^-UNIT
@@ -35,8 +34,11 @@ UNIT = 40  # the use of a sub-key is counted in units of 2^-UNIT
 
 @triton.jit
 def _unit(bound):
-    """What to add to float64 numbers up to `bound` and to take away again, so that up to 2^18 of them add up without rounding."""
-    power = (bound.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    """What to add to float64 numbers and to take away again, so that up to 2^18 of them add up without rounding.
+
+    bound: the bits of a float32 that is at least as large as any of them.
+    """
+    power = (bound & 0x7F800000).to(tl.float32, bitcast=True)
     return power.to(tl.float64) * 786432.0
 
 
@@ -87,6 +89,8 @@ def _read_kernel(
     peak,
     count,
     rank,
+    sub_count,
+    sub_rank,
     use,
     W,
     L,
@@ -158,46 +162,23 @@ def _read_kernel(
             share = share / tl.sum(share, 1)[:, None]
             table = ((g * 2 + r % 2) * H + r // 2) * N_SUB
             bin = table[:, None] + tl.load(index + at, mask=ok, other=0)
+            place = tl.atomic_add(sub_count + bin, 1, mask=ok & (alive > 0), sem="relaxed")
+            tl.store(sub_rank + at, tl.where(alive > 0, place, -1), mask=ok)
             whole = (share.to(tl.float64) * (1 << UNIT)).to(tl.int64)
             tl.atomic_add(use + bin, whole, mask=ok & (alive > 0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["P", "S1", "per", "entries", "stamp"])
-def _allocate_kernel(
-    slots,
-    rank,
-    count,
-    begin,
-    numbers,
-    written,
-    stamps,
-    pieces,
-    cursors,
-    used,
-    P,
-    S1,
-    per,
-    entries,
-    stamp,
-    E: tl.constexpr,
-    KEEP: tl.constexpr,
-    PIECE: tl.constexpr,
-    LINE: tl.constexpr,
-):
-    """A run of places for the entries of every slot, by the first of them; its row; and the pieces in which it is added up.
+@triton.jit
+def _runs(head, bin, count, begin, pieces, limit, cursors, PIECE: tl.constexpr):
+    """A run of places for the entries of every bin, and the pieces of PIECE entries in which they are added up.
 
-    cursors: entries placed, pieces, slots of several pieces.
-    pieces: of every piece its slot, where the slot's row was, first place, entries, entries of the slot, number among the
-    slots of several pieces (-1: it is the only one); `[6, entries]`.
+    head: whether a lane speaks for a bin. begin: of every bin, its first place.
+    pieces: `[5, limit]`, of every piece its bin, first place and entries, the bin's entries, and its number among the bins
+    of several pieces (-1: it is the only one). cursors: places, pieces, bins of several.
     """
-    at = tl.program_id(0) * LINE + tl.arange(0, LINE)
-    head = tl.load(rank + at, mask=at < entries, other=-1) == 0
-    g = at // (per * E)
-    slot = g.to(tl.int64) * S1 + tl.load(slots + at, mask=head, other=0)
-    size = tl.load(count + slot, mask=head, other=0)
-    old = tl.load(numbers + slot, mask=head, other=0)
+    size = tl.load(count + bin, mask=head, other=0)
     start = tl.atomic_add(cursors, tl.sum(size, 0)) + tl.cumsum(size, 0) - size
-    tl.store(begin + slot, start, mask=head)
+    tl.store(begin + bin, start, mask=head)
     parts = (size + (PIECE - 1)) // PIECE
     several = (parts > 1).to(tl.int32)
     part = tl.atomic_add(cursors + 1, tl.sum(parts, 0)) + tl.cumsum(parts, 0) - parts
@@ -205,19 +186,76 @@ def _allocate_kernel(
     shared = tl.where(several > 0, shared, -1)
     for i in range(0, tl.max(parts, 0)):
         to, ok = pieces + part + i, i < parts
-        tl.store(to, slot.to(tl.int32), mask=ok)
-        tl.store(to + entries, old, mask=ok)
-        tl.store(to + 2 * entries, start + i * PIECE, mask=ok)
-        tl.store(to + 3 * entries, tl.minimum(size - i * PIECE, PIECE), mask=ok)
-        tl.store(to + 4 * entries, size, mask=ok)
-        tl.store(to + 5 * entries, shared, mask=ok)
-    fresh = (head & ((old <= P) | KEEP)).to(tl.int32)
-    place = P + tl.atomic_add(used, tl.sum(fresh, 0)) + tl.cumsum(fresh, 0)
-    tl.store(numbers + slot, place, mask=fresh > 0)
-    tl.store(written + slot, tl.load(stamps + g, mask=head, other=0) + stamp, mask=head)
+        tl.store(to, bin, mask=ok)
+        tl.store(to + limit, start + i * PIECE, mask=ok)
+        tl.store(to + 2 * limit, tl.minimum(size - i * PIECE, PIECE), mask=ok)
+        tl.store(to + 3 * limit, size, mask=ok)
+        tl.store(to + 4 * limit, shared, mask=ok)
 
 
-@triton.jit(do_not_specialize=["S1", "per", "entries", "rows", "blocks", "W", "L", "start"])
+@triton.jit
+def _sub_bin(r, index, per, H: tl.constexpr, N_SUB: tl.constexpr):
+    """Sub-key `index` of a half of a token and head, among all: rows r of `[G, T, H, 2]` to `[G, 2, H, n]`."""
+    return ((r // (2 * H * per) * 2 + r % 2) * H + r // 2 % H) * N_SUB + index
+
+
+@triton.jit(do_not_specialize=["P", "S1", "per", "entries", "stamp", "blocks"])
+def _allocate_kernel(
+    slots,
+    rank,
+    count,
+    begin,
+    pieces,
+    numbers,
+    before,
+    written,
+    stamps,
+    index,
+    sub_rank,
+    sub_count,
+    sub_begin,
+    sub_pieces,
+    cursors,
+    used,
+    P,
+    S1,
+    per,
+    entries,
+    stamp,
+    blocks,
+    E: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    N_SUB: tl.constexpr,
+    KEEP: tl.constexpr,
+    PIECE: tl.constexpr,
+    LINE: tl.constexpr,
+):
+    """Places and pieces of the slots, each by the first of its entries, and a row for it; and those of the sub-keys.
+
+    before: where the row of a slot was.
+    """
+    block = tl.program_id(0)
+    if block < blocks:
+        entry = block * LINE + tl.arange(0, LINE)
+        head = tl.load(rank + entry, mask=entry < entries, other=-1) == 0
+        g = entry // (per * E)
+        slot = g * S1 + tl.load(slots + entry, mask=head, other=0)
+        _runs(head, slot, count, begin, pieces, entries, cursors, PIECE)
+        old = tl.load(numbers + slot, mask=head, other=0)
+        tl.store(before + slot, old, mask=head)
+        fresh = (head & ((old <= P) | KEEP)).to(tl.int32)
+        place = P + tl.atomic_add(used, tl.sum(fresh, 0)) + tl.cumsum(fresh, 0)
+        tl.store(numbers + slot, place, mask=fresh > 0)
+        tl.store(written + slot, tl.load(stamps + g, mask=head, other=0) + stamp, mask=head)
+    else:
+        at = (block - blocks) * LINE + tl.arange(0, LINE)
+        some = tl.load(sub_rank + at, mask=at < 2 * entries, other=-1) == 0
+        bin = _sub_bin(at // K, tl.load(index + at, mask=some, other=0), per, H, N_SUB)
+        _runs(some, bin, sub_count, sub_begin, sub_pieces, 2 * entries, cursors + 3, PIECE)
+
+
+@triton.jit(do_not_specialize=["S1", "per", "entries", "rows", "blocks"])
 def _place_kernel(
     slots,
     weights,
@@ -227,75 +265,104 @@ def _place_kernel(
     bound,
     entry_row,
     entry_weight,
+    q,
     index,
     half,
-    real,
-    due,
+    sub_rank,
+    sub_begin,
+    sub_bound,
+    sub_row,
+    sub_weight,
     use,
     tokens,
-    pulls,
     S1,
     per,
     entries,
     rows,
     blocks,
-    W,
-    L,
-    start,
     E: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
+    F: tl.constexpr,
     N_SUB: tl.constexpr,
     IDW: tl.constexpr,
     UNIT: tl.constexpr,
     LINE: tl.constexpr,
     ROWS: tl.constexpr,
     BK: tl.constexpr,
+    BF: tl.constexpr,
 ):
-    """Put every entry into its place; and how strongly it pulls at each of its sub-keys.
+    """Put every entry into its place, with its weight; those of the sub-keys with their weights in the gradient.
 
-    bound: of every slot, the largest number that an entry adds, as bits.
+    bound, sub_bound: the largest number that an entry of a bin adds, as bits.
     """
     block = tl.program_id(0)
     if block < blocks:
         entry = block * LINE + tl.arange(0, LINE)
         behind = tl.load(rank + entry, mask=entry < entries, other=-1)
-        slot = (entry // (per * E)).to(tl.int64) * S1 + tl.load(slots + entry, mask=behind >= 0, other=0)
-        weight = tl.load(weights + entry, mask=behind >= 0, other=0.0)
-        place = tl.load(begin + slot, mask=behind >= 0, other=0) + behind
-        tl.store(entry_row + place, entry // E, mask=behind >= 0)
-        tl.store(entry_weight + place, weight, mask=behind >= 0)
-        most = tl.abs(weight * tl.load(peak + entry // E, mask=behind >= 0, other=0.0))
-        tl.atomic_max(bound + slot, most.to(tl.int32, bitcast=True), mask=behind >= 0, sem="relaxed")
+        some = behind >= 0
+        slot = entry // (per * E) * S1 + tl.load(slots + entry, mask=some, other=0)
+        weight = tl.load(weights + entry, mask=some, other=0.0)
+        to = tl.load(begin + slot, mask=some, other=0) + behind
+        tl.store(entry_row + to, entry // E, mask=some)
+        tl.store(entry_weight + to, weight, mask=some)
+        most = tl.abs(weight * tl.load(peak + entry // E, mask=some, other=0.0))
+        tl.atomic_max(bound + slot, most.to(tl.int32, bitcast=True), mask=some, sem="relaxed")
     else:
         r, j = (block - blocks) * ROWS + tl.arange(0, ROWS), tl.arange(0, BK)
         ok = (r < rows)[:, None] & (j < K)[None, :]
         at = r.to(tl.int64)[:, None] * K + j[None, :]
+        rank_here = tl.load(sub_rank + at, mask=ok, other=-1)
+        alive = rank_here >= 0
         score = tl.load(half + at, mask=ok, other=float("-inf"))
         largest = tl.max(tl.where(ok, score, float("-inf")), 1)
         share = tl.exp(score - tl.where(r < rows, largest, 0.0)[:, None])
         share = share / tl.where(r < rows, tl.sum(share, 1), 1.0)[:, None]
-        x = r // (2 * H)
-        n, g, h = x // W, x // per, (r // 2) % H
-        alive = tl.load(real + n.to(tl.int64) * L + start + x - n * W, mask=r < rows, other=0).to(tl.int32)
-        if due is not None:
-            alive = alive * tl.load(due + n, mask=r < rows, other=0).to(tl.int32)
-        bin = (((g * 2 + r % 2) * H + h) * N_SUB)[:, None] + tl.load(index + at, mask=ok, other=0)
-        number = tl.maximum(tl.load(tokens + g, mask=r < rows, other=1), 1).to(tl.float32)[:, None]
-        ok_now = ok & (alive > 0)[:, None]
-        total = tl.load(use + bin, mask=ok_now, other=0).to(tl.float64) * (1.0 / (1 << UNIT))
+        bin = _sub_bin(r[:, None], tl.load(index + at, mask=ok, other=0), per, H, N_SUB)
+        number = tl.load(tokens + r // (2 * H * per), mask=r < rows, other=1)
+        number = tl.maximum(number, 1).to(tl.float32)[:, None]
+        total = tl.load(use + bin, mask=alive, other=0).to(tl.float64) * (1.0 / (1 << UNIT))
         mean = total.to(tl.float32) / number
         mean = tl.log(tl.where(mean > 0, mean, 1.0))
         pull = share * (mean - tl.sum(share * mean, 1)[:, None]) / number
         if IDW:
-            pull = 2.0 * pull * tl.exp(tl.where(ok, score, 0.0))
-        tl.store(pulls + at, tl.where(ok_now, pull, 0.0), mask=ok)
+            score = tl.where(ok, score, 0.0)
+            pull = 2.0 * pull * tl.exp(score)
+            largest_pull = tl.abs(pull) * tl.exp(-0.5 * score) * 1.01  # no difference is longer than its vector
+        else:
+            f = tl.arange(0, BF)
+            query = read(q + r.to(tl.int64)[:, None] * F + f[None, :], (r < rows)[:, None] & (f < F)[None, :])
+            largest_pull = tl.abs(pull) * tl.max(tl.abs(query.to(tl.float32)), 1)[:, None]
+        place = tl.load(sub_begin + bin, mask=alive, other=0) + rank_here
+        tl.store(sub_row + place, tl.broadcast_to(r[:, None], [ROWS, BK]), mask=alive)
+        tl.store(sub_weight + place, pull, mask=alive)
+        tl.atomic_max(sub_bound + bin, largest_pull.to(tl.int32, bitcast=True), mask=alive, sem="relaxed")
+
+
+@triton.jit
+def _joined(total, shared, whole, sums, finished, c, V: tl.constexpr, PIECE: tl.constexpr):
+    """Whether this piece of a bin is the last of `whole` entries to be added up, and then the sum of all.
+
+    sums: float64, of the bins of several pieces; 0 before and after. finished: how many of their pieces are.
+    """
+    last = shared < 0
+    if shared >= 0:
+        own = sums + shared.to(tl.int64) * V + c
+        tl.atomic_add(own, total, mask=c < V, sem="relaxed")
+        tl.debug_barrier()
+        last = tl.atomic_add(finished + shared, 1, sem="acq_rel") == (whole + (PIECE - 1)) // PIECE - 1
+        if last:
+            total = tl.load(own, mask=c < V, other=0.0, cache_modifier=".cg")
+            tl.store(own, tl.zeros_like(total), mask=c < V)
+            tl.store(finished + shared, 0)
+    return last, total
 
 
 @triton.jit(do_not_specialize=["P", "S1", "rate", "entries"])
 def _write_kernel(
     pieces,
     numbers,
+    before,
     count,
     bound,
     entry_row,
@@ -318,17 +385,14 @@ def _write_kernel(
     BE: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """One piece of a slot's entries after the other: what they add to its row. Of several, the last to finish writes the row.
-
-    sums: float64, of the slots of several pieces; 0 before and after. finished: how many of their pieces are.
-    """
+    """One piece of a slot's entries after the other: what they add to its row."""
     c, e = tl.arange(0, BV), tl.arange(0, BE)
     for i in range(tl.program_id(0), tl.load(cursors + 1), PROGRAMS):
-        slot, old = tl.load(pieces + i), tl.load(pieces + entries + i)
-        start, size = tl.load(pieces + 2 * entries + i), tl.load(pieces + 3 * entries + i)
-        whole, shared = tl.load(pieces + 4 * entries + i), tl.load(pieces + 5 * entries + i)
+        slot, start, size = tl.load(pieces + i), tl.load(pieces + entries + i), tl.load(pieces + 2 * entries + i)
+        whole, shared = tl.load(pieces + 3 * entries + i), tl.load(pieces + 4 * entries + i)
         one = tl.zeros([1], tl.int32)
-        row = tl.reshape(_rows(old + one, slot % S1 + one, one == 0, values, held, pool, P, c, V, True), [BV])
+        old = tl.load(before + slot) + one
+        row = tl.reshape(_rows(old, slot % S1 + one, one == 0, values, held, pool, P, c, V, True), [BV])
         new = (tl.load(numbers + slot) - 1 - P).to(tl.int64)
         if whole == 1:
             step = read(residual + tl.load(entry_row + start).to(tl.int64) * V + c, c < V)
@@ -342,21 +406,58 @@ def _write_kernel(
                 weight = tl.load(entry_weight + start + first + e, mask=ok, other=0.0)
                 step = read(residual + from_row + c[None, :], ok[:, None] & (c < V)[None, :]) * weight[:, None]
                 total += tl.sum((step.to(tl.float64) + unit) - unit, 0)
-        last = shared < 0
-        if shared >= 0:
-            own = sums + shared.to(tl.int64) * V + c
-            tl.atomic_add(own, total, mask=c < V, sem="relaxed")
-            tl.debug_barrier()
-            last = tl.atomic_add(finished + shared, 1, sem="acq_rel") == (whole + (PIECE - 1)) // PIECE - 1
-            if last:
-                total = tl.load(own, mask=c < V, other=0.0, cache_modifier=".cg")
-                tl.store(own, tl.zeros([BV], tl.float64), mask=c < V)
-                tl.store(finished + shared, 0)
+        last, total = _joined(total, shared, whole, sums, finished, c, V, PIECE)
         if last:
             change = total.to(tl.float32) * (rate / (whole if AVERAGE else 1))
             tl.store(pool + new * V + c, row + change, mask=c < V)
             tl.store(count + slot, 0)
             tl.store(bound + slot, 0)
+
+
+@triton.jit(do_not_specialize=["rate", "limit"])
+def _keys_kernel(
+    sub_pieces,
+    q,
+    keys,
+    new_keys,
+    sub_count,
+    sub_bound,
+    sub_row,
+    sub_weight,
+    sums,
+    finished,
+    cursors,
+    rate,
+    limit,
+    F: tl.constexpr,
+    IDW: tl.constexpr,
+    PIECE: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BE: tl.constexpr,
+    BF: tl.constexpr,
+):
+    """One piece of a sub-key's entries after the other: its gradient step."""
+    f, e = tl.arange(0, BF), tl.arange(0, BE)
+    for i in range(tl.program_id(0), tl.load(cursors + 1), PROGRAMS):
+        bin, start = tl.load(sub_pieces + i), tl.load(sub_pieces + limit + i)
+        size, whole = tl.load(sub_pieces + 2 * limit + i), tl.load(sub_pieces + 3 * limit + i)
+        shared, at = tl.load(sub_pieces + 4 * limit + i), bin.to(tl.int64) * F + f
+        key, unit = tl.load(keys + at, mask=f < F, other=0.0), _unit(tl.load(sub_bound + bin))
+        total = tl.zeros([BF], tl.float64)
+        for first in range(0, size, BE):
+            ok = first + e < size
+            row = tl.load(sub_row + start + first + e, mask=ok, other=0).to(tl.int64)[:, None] * F
+            weight = tl.load(sub_weight + start + first + e, mask=ok, other=0.0)
+            query = read(q + row + f[None, :], ok[:, None] & (f < F)[None, :]).to(tl.float32)
+            if IDW:
+                query = query - key[None, :]
+            step = query * weight[:, None]
+            total += tl.sum((step.to(tl.float64) + unit) - unit, 0)
+        last, total = _joined(total, shared, whole, sums, finished, f, F, PIECE)
+        if last:
+            tl.store(new_keys + at, key - rate * total.to(tl.float32), mask=f < F)
+            tl.store(sub_count + bin, 0)
+            tl.store(sub_bound + bin, 0)
 
 
 @triton.jit(do_not_specialize=["P", "M", "halvings", "T", "C"])
@@ -487,12 +588,14 @@ class Work(NamedTuple):
 
     Attributes:
         residual: `[X, V]`. peak: `[X]`, largest number of each.
-        rank: int32 `[X * E]`, where an entry lies among those of its slot; -1: it does not write.
+        rank: int32 `[X * E]`, which of its slot's an entry is; -1: it does not write. sub_rank: int32 `[X * 2 * E]`, the same
+            of its sub-key's.
     """
 
     residual: Tensor
     peak: Tensor
     rank: Tensor
+    sub_rank: Tensor
 
 
 class Table:
@@ -519,22 +622,25 @@ class Table:
         line = self.size + 1  # one more, for the unused places of the state's lists
         if updates or self.places:
             self.numbers, self.written, *counts = torch.zeros(
-                4 if updates else 2, self.groups, line, dtype=torch.int32, device=device
+                5 if updates else 2, self.groups, line, dtype=torch.int32, device=device
             )
         if self.places:
             self.numbers.scatter_(1, state.slots, state.where.int() + 1)  # type: ignore[union-attr]
             self.written.scatter_(1, state.slots, state.written.int())
         if updates:
             self.stamps = self.written.amax(1)
-            self.count, self.bounds = counts
+            self.count, self.bounds, self.before = counts
             self.begin = torch.empty_like(self.count)
+            self.sub_count, self.sub_bounds, self.sub_begin = torch.zeros(3, bins, dtype=torch.int32, device=device)
             self.use = torch.zeros(updates, bins, dtype=torch.int64, device=device)
             self.cursors = torch.zeros(
-                updates + 1, 3, dtype=torch.int32, device=device
+                updates + 1, 6, dtype=torch.int32, device=device
             )  # the last row: rows of the pool
-            large = tokens * self.entries // PIECE + 1
-            self.sums = torch.zeros(large, self.width, dtype=torch.float64, device=device)
-            self.finished = torch.zeros(large, dtype=torch.int32, device=device)
+            # of rows and of sub-keys that are added up in several pieces
+            large = [tokens * self.entries // PIECE + 1, 2 * tokens * self.entries // PIECE + 1]
+            self.sums = torch.zeros(large[0], self.width, dtype=torch.float64, device=device)
+            self.sub_sums = torch.zeros(min(large[1], bins), state.keys.shape[4], dtype=torch.float64, device=device)
+            self.finished, self.sub_finished = torch.zeros(2, large[1], dtype=torch.int32, device=device)
             self.stamp = 0
             self.most = min(tokens * self.entries, self.groups * self.size)  # rows that a chunk can add
             self.limit = updates * self.most if keep else min(updates * self.most, self.groups * self.size)
@@ -555,6 +661,7 @@ class Table:
                 residual=torch.empty(tokens, self.width, **made),
                 peak=torch.empty(tokens, **made),
                 rank=torch.empty(tokens * self.entries, dtype=torch.int32, **made),
+                sub_rank=torch.empty(tokens * 2 * self.entries, dtype=torch.int32, **made),
             )
         numbers = self.numbers if self.places or self.changed else None
         kept = None
@@ -567,7 +674,7 @@ class Table:
                 *((found.index, found.half) if write else (None, None)),
                 *((chunk.v, chunk.target, chunk.known, chunk.real, chunk.due, chunk.gate) if write else [None] * 6),
                 *((work.residual, work.peak, self.count, work.rank) if work else [None] * 4),
-                self.use[self.stamp] if work else None,
+                *((self.sub_count, work.sub_rank, self.use[self.stamp]) if work else [None] * 3),
                 *(chunk.width, chunk.total, chunk.start, tokens // self.groups, chunk.first, chunk.read),
                 E=self.entries,
                 V=self.width,
@@ -589,41 +696,43 @@ class Table:
     def write(self, found: Any, work: Work, q: Tensor, keys: Tensor, chunk: Chunk) -> Tensor:
         """Move the rows by what a chunk of queries `[G, T, H, K]` read, and the sub-keys `[G, 2, H, n, F]`: the new ones."""
         self._reserve()
-        options, tokens, width = self.options, work.peak.shape[0], self.width
-        entries, rows, cursors = tokens * self.entries, tokens * 2 * self.heads, self.cursors[self.stamp]
+        options, tokens, width, size = self.options, work.peak.shape[0], self.width, keys.shape[4]
+        entries, rows, moves = tokens * self.entries, tokens * 2 * self.heads, options.address_loss
         P, line, per = self.held.shape[0], self.size + 1, tokens // self.groups
-        pieces = torch.empty(6, entries, dtype=torch.int32, device=q.device)
-        entry_row, entry_weight = pieces.new_empty(entries), work.peak.new_empty(entries)
-        moves = options.address_loss
-        pulls = torch.empty_like(found.half) if moves else None
+        cursors, use = self.cursors[self.stamp], self.use[self.stamp]
+        self.stamp += 1
+        pieces, sub_pieces = (torch.empty(5, x, dtype=torch.int32, device=q.device) for x in (entries, 2 * entries))
+        entry_row, sub_row = pieces.new_empty(entries), pieces.new_empty(2 * entries)
+        entry_weight, sub_weight = work.peak.new_empty(entries), work.peak.new_empty(2 * entries)
         blocks, at_once = triton.cdiv(entries, LINE), max(1, 512 // triton.next_power_of_2(options.top_k))
+        if options.score == "dot":
+            at_once = min(at_once, max(1, 8192 // triton.next_power_of_2(size)))
+        sizes = {"E": self.entries, "H": self.heads, "K": options.top_k, "N_SUB": self.sub, "LINE": LINE}
+        wide, new_keys = _tile(1, width)["BV"], keys.clone() if moves else keys
         with on_device(q):
-            _allocate_kernel[(blocks,)](
-                *(found.slots, work.rank, self.count, self.begin, self.numbers, self.written, self.stamps),
-                *(pieces, cursors, self.cursors[-1], P, line, per, entries, self.stamp + 1),
-                E=self.entries,
+            _allocate_kernel[(blocks + (triton.cdiv(2 * entries, LINE) if moves else 0),)](
+                *(found.slots, work.rank, self.count, self.begin, pieces, self.numbers, self.before, self.written),
+                *(self.stamps, found.index, work.sub_rank, self.sub_count, self.sub_begin, sub_pieces),
+                *(cursors, self.cursors[-1], P, line, per, entries, self.stamp, blocks),
+                **sizes,
                 KEEP=self.keep,
                 PIECE=PIECE,
-                LINE=LINE,
                 num_warps=8,
             )
             _place_kernel[(blocks + (triton.cdiv(rows, at_once) if moves else 0),)](
                 *(found.slots, found.weights, work.rank, self.begin, work.peak, self.bounds, entry_row, entry_weight),
-                *(found.index, found.half, chunk.real, chunk.due, self.use[self.stamp], chunk.tokens, pulls),
-                *(line, per, entries, rows, blocks, chunk.width, chunk.total, chunk.start),
-                E=self.entries,
-                H=self.heads,
-                K=options.top_k,
-                N_SUB=self.sub,
+                *(q, found.index, found.half, work.sub_rank, self.sub_begin, self.sub_bounds, sub_row, sub_weight),
+                *(use, chunk.tokens, line, per, entries, rows, blocks),
+                **sizes,
+                F=size,
                 IDW=options.score == "idw",
                 UNIT=UNIT,
-                LINE=LINE,
                 ROWS=at_once,
                 BK=triton.next_power_of_2(options.top_k),
+                BF=triton.next_power_of_2(size),
             )
-            wide = _tile(1, width)["BV"]
             _write_kernel[(min(PROGRAMS, entries),)](
-                *(pieces, self.numbers, self.count, self.bounds, entry_row, entry_weight, work.residual),
+                *(pieces, self.numbers, self.before, self.count, self.bounds, entry_row, entry_weight, work.residual),
                 *(self.values, self.held, self.pool, self.sums, self.finished, cursors),
                 *(P, line, options.value_lr, entries),
                 V=width,
@@ -634,12 +743,20 @@ class Table:
                 BV=wide,
                 num_warps=WRITE[1] if wide <= 1024 else 2,
             )
-        self.stamp += 1
-        if pulls is not None:
-            step = key_gradient(q, keys, found, options.score, pulls)
-            keys = torch.sub(keys, step, alpha=options.key_lr)
+            if moves:
+                _keys_kernel[(min(PROGRAMS, 2 * entries),)](
+                    *(sub_pieces, q, keys, new_keys, self.sub_count, self.sub_bounds, sub_row, sub_weight),
+                    *(self.sub_sums, self.sub_finished, cursors[3:], options.key_lr, 2 * entries),
+                    F=size,
+                    IDW=options.score == "idw",
+                    PIECE=PIECE,
+                    PROGRAMS=PROGRAMS,
+                    BE=KEYS[0],
+                    BF=max(16, triton.next_power_of_2(size)),
+                    num_warps=KEYS[1],
+                )
         self.changed = True
-        return keys
+        return new_keys
 
     def _reserve(self) -> None:
         """Room in the pool for the rows of one more chunk."""
