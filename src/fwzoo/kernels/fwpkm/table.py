@@ -138,10 +138,10 @@ def _read_kernel(
         if due is not None:
             now = tl.load(due + n).to(tl.int32)
         alive = tl.load(known + tick).to(tl.int32) * now
-        goal = read(v + (n * L + tl.load(target + tick)) * V + c, (c < V) & (alive > 0)).to(tl.float32)
+        goal = read(v + (n * L + tl.load(target + tick)) * V + c, c < V * alive).to(tl.float32)
         if NORMALIZE:
             goal = _normalised(goal, c, V)
-        step = tl.where((c < V) & (alive > 0), goal - total, 0.0)
+        step = tl.where(c < V * alive, goal - total, 0.0)
         if GATED:
             step = step * tl.load(gate + tick).to(tl.float32)
         tl.store(residual + x * V + c, step, mask=c < V)
@@ -150,7 +150,7 @@ def _read_kernel(
             ok = begin + e < E
             at = x * E + begin + e
             slot = tl.load(slots + at, mask=ok, other=0)
-            place = tl.atomic_add(count + g * S1 + slot, 1, mask=ok & (alive > 0), sem="relaxed")
+            place = tl.atomic_add(count + g * S1 + slot, 1, mask=begin + e < E * alive, sem="relaxed")
             tl.store(rank + at, tl.where(alive > 0, place, -1), mask=ok)
         if KEYS:
             alive = tl.load(real + tick).to(tl.int32) * now
@@ -162,10 +162,11 @@ def _read_kernel(
             share = share / tl.sum(share, 1)[:, None]
             table = ((g * 2 + r % 2) * H + r // 2) * N_SUB
             bin = table[:, None] + tl.load(index + at, mask=ok, other=0)
-            place = tl.atomic_add(sub_count + bin, 1, mask=ok & (alive > 0), sem="relaxed")
+            counts = (r < 2 * H)[:, None] & (j < K * alive)[None, :]
+            place = tl.atomic_add(sub_count + bin, 1, mask=counts, sem="relaxed")
             tl.store(sub_rank + at, tl.where(alive > 0, place, -1), mask=ok)
             whole = (share.to(tl.float64) * (1 << UNIT)).to(tl.int64)
-            tl.atomic_add(use + bin, whole, mask=ok & (alive > 0), sem="relaxed")
+            tl.atomic_add(use + bin, whole, mask=counts, sem="relaxed")
 
 
 @triton.jit
@@ -502,7 +503,7 @@ def _step_kernel(
         alive = tl.load(mask + x).to(tl.int32)
     total = tl.zeros([BV], tl.float32)
     for begin in range(0, E, BE):
-        ok = (begin + e < E) & (alive > 0)
+        ok = begin + e < E * alive
         slot = tl.load(slots + x * E + begin + e, mask=ok, other=0)
         weight = tl.load(weights + x * E + begin + e, mask=ok, other=0.0)
         number = slot
@@ -518,8 +519,8 @@ def _step_kernel(
     tl.store(o + x * V + c, total.to(o.dtype.element_ty), mask=c < V)
     to = n * C + tl.load(count + n) + x - n * T
     d = tl.arange(0, BQ)
-    tl.store(old_q + to * QUERY + d, tl.load(q + x * QUERY + d, mask=d < QUERY), mask=(d < QUERY) & (alive > 0))
-    tl.store(old_v + to * V + c, tl.load(v + x * V + c, mask=c < V), mask=(c < V) & (alive > 0))
+    tl.store(old_q + to * QUERY + d, tl.load(q + x * QUERY + d, mask=d < QUERY), mask=d < QUERY * alive)
+    tl.store(old_v + to * V + c, tl.load(v + x * V + c, mask=c < V), mask=c < V * alive)
     tl.store(old_gate + to, tl.load(gate + x).to(old_gate.dtype.element_ty), mask=alive > 0)
     tl.store(old_real + to, alive > 0, mask=alive > 0)
 
