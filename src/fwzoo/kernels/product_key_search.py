@@ -4,7 +4,7 @@ Imported only by the `triton` levels. Axis letters as in `product_keys`: G memor
 n sub-keys a half, k slots read, V value size; M candidates.
 
 Search in two stages that together are exact. `_candidates` scores all sub-keys on tensor cores (idw as 2 q.k - |k|^2, from
-16-bit halves of float32) and keeps the M > k best of every half in registers. `_finish` scores these exactly (idw by
+sub-keys in 16 bit) and keeps the M best of every block of them in registers. `_finish` scores these exactly (idw by
 differences) and takes the k best. The first stage knows how wrong it can be: where one of the sub-keys that it left out may
 belong to the k best, `_finish` scores all of them exactly.
 """
@@ -24,7 +24,7 @@ from .gpu import on_device
 from .gpu import read as read_values
 
 MOST_IN_BLOCK = 256  # sub-keys that a program scores: their scores stay in registers
-UNSURE = 2**-13  # error of an approximate score to the lengths: dropped products, and sums that tensor cores cut off
+UNSURE = 2**-15  # error of an approximate score beside that of rounded sub-keys, to the squared lengths
 SPARE = 2  # candidates of a block beyond k
 CUT = tl.constexpr(4e-5)  # what the last bits hold of a candidate's distance, at most: MOST_IN_BLOCK / 2^23
 NONE = tl.constexpr(0x7FFFFFFF)
@@ -49,30 +49,40 @@ class Found(NamedTuple):
 
 @triton.jit
 def _prepare(
-    keys, high, low, norm, n, F: tl.constexpr, FP: tl.constexpr, NP: tl.constexpr, ROWS: tl.constexpr, BF: tl.constexpr
+    keys,
+    rounded,
+    squares,
+    lost,
+    n,
+    F: tl.constexpr,
+    FP: tl.constexpr,
+    NP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BF: tl.constexpr,
 ):
-    """Two halves of every sub-key, padded to `[NP, FP]` with 0, and its squared length."""
+    """Every sub-key in 16 bit, padded to `[NP, FP]` with 0, its squared length, and that of what rounding lost."""
     table = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    total = tl.zeros([ROWS], tl.float32)
+    square, rest = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
     for start in range(0, FP, BF):
         f = start + tl.arange(0, BF)
         x = read_values(keys + (table * n + row)[:, None] * F + f[None, :], (row < n)[:, None] & (f < F)[None, :])
         x = x.to(tl.float32)
-        total += tl.sum(x * x, 1)
-        first = x.to(high.dtype.element_ty)
-        at = (table * NP + row)[:, None] * FP + f[None, :]
-        tl.store(high + at, first)
-        tl.store(low + at, (x - first.to(tl.float32)).to(low.dtype.element_ty))
-    tl.store(norm + table * NP + row, total)
+        y = x.to(rounded.dtype.element_ty)
+        tl.store(rounded + (table * NP + row)[:, None] * FP + f[None, :], y)
+        d = x - y.to(tl.float32)
+        square += tl.sum(x * x, 1)
+        rest += tl.sum(d * d, 1)
+    tl.store(squares + table * NP + row, square)
+    tl.store(lost + table * NP + row, rest)
 
 
 @triton.jit(do_not_specialize=["T"])
 def _candidates(
     q,
-    high,
-    low,
-    norm,
+    rounded,
+    squares,
+    lost,
     found,
     bounds,
     T,
@@ -87,8 +97,7 @@ def _candidates(
     BT: tl.constexpr,
     BF: tl.constexpr,
     IDW: tl.constexpr,
-    SPLIT_Q: tl.constexpr,
-    SPLIT_K: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):
     """The M best of a block of sub-keys by approximate scores, best first.
 
@@ -108,20 +117,17 @@ def _candidates(
         f = start + tl.arange(0, BF)
         x = read_values(q + (row * 2 + part)[:, None] * F + f[None, :], real[:, None] & (f < F)[None, :]).to(tl.float32)
         length += tl.sum(x * x, 1)
-        at = (first_key + i)[None, :] * FP + f[:, None]
-        y = tl.load(high + at)
+        y = tl.load(rounded + (first_key + i)[None, :] * FP + f[:, None])
         first = x.to(y.dtype)
         scores = tl.dot(first, y, scores)
-        if SPLIT_Q:
+        if SPLIT:
             scores = tl.dot((x - first.to(tl.float32)).to(y.dtype), y, scores)
-        if SPLIT_K:
-            scores = tl.dot(first, tl.load(low + at), scores)
-    squares = tl.load(norm + first_key + i)
-    longest = tl.max(squares, 0)
-    wrong = tl.sqrt(length * longest)
+    square = tl.load(squares + first_key + i)
+    longest = tl.max(square, 0)
+    wrong = 2 * tl.sqrt(length * tl.max(tl.load(lost + first_key + i), 0)) + unsure * (length + longest)
+    wrong = tl.where(length + longest < 4e9, wrong, float("inf"))  # else 16 bit may not hold them
     if IDW:
-        scores = 2 * scores - squares[None, :]
-        wrong = length + longest  # at least twice the product of the lengths
+        scores = 2 * scores - square[None, :]
     some = (block * BN + i < n)[None, :]
     scores = tl.where(some, scores, float("-inf"))
     best = tl.max(scores, 1)
@@ -133,95 +139,89 @@ def _candidates(
         last = tl.min(tl.where(key > last[:, None], key, NONE), 1)
         tl.store(found + out * M + j, last, mask=real)
     tl.store(bounds + out * 2, best, mask=real)
-    tl.store(bounds + out * 2 + 1, wrong * unsure, mask=real)
-
-
-@triton.jit
-def _scores(q, keys, i, some, eps, F: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr, IDW: tl.constexpr):
-    """Exact scores of the query half at `q` with sub-keys i of the table at `keys`."""
-    total = tl.zeros([BM], tl.float32)
-    for start in range(0, F, BF):
-        f = start + tl.arange(0, BF)
-        x = read_values(q + f, f < F).to(tl.float32)[None, :]
-        y = read_values(keys + i[:, None] * F + f[None, :], some[:, None] & (f < F)[None, :]).to(tl.float32)
-        if IDW:
-            total += tl.sum((x - y) * (x - y), 1)
-        else:
-            total += tl.sum(x * y, 1)
-    if IDW:
-        total = -tl.log(eps + total)
-    return total
-
-
-@triton.jit
-def _for_order(x):
-    """x with NaN as the lowest value, so that every place in an order is taken once."""
-    return tl.where(x == x, x, float("-inf"))
+    tl.store(bounds + out * 2 + 1, wrong, mask=real)
 
 
 @triton.jit
 def _before(x, i, y, j):
-    """Whether (x, i) comes before (y, j): the larger first, the lower index first among equals."""
+    """Whether (x, i) comes before (y, j): the larger first (NaN as the lowest), the lower index first among equals."""
+    x, y = tl.where(x == x, x, float("-inf")), tl.where(y == y, y, float("-inf"))
     return (x > y) | ((x == y) & (i < j))
 
 
 @triton.jit
 def _ranks(x, i):
-    """Place of every element in the order of `_before`."""
-    return tl.sum(_before(x[None, :], i[None, :], x[:, None], i[:, None]).to(tl.int32), 1)
+    """Place of every element of `[2, M]` in the order of `_before`."""
+    return tl.sum(_before(x[:, None, :], i[:, None, :], x[:, :, None], i[:, :, None]).to(tl.int32), 2)
 
 
 @triton.jit
-def _pair_sums(pairs, index, half, p, n, TOP: tl.constexpr):
-    """Pairs `p` of the two sorted halves: sums of scores and slots; -inf and slots behind all others where there is none."""
+def _placed(x, rank, M: tl.constexpr):
+    """`[2, M]` with x `[2, N]` where `rank` says; 0 where no rank points."""
+    here = rank[:, None, :] == tl.arange(0, M)[None, :, None]
+    return tl.sum(tl.where(here, x[:, None, :], tl.zeros_like(x)[:, None, :]), 2)
+
+
+@triton.jit
+def _scores(q, keys, i, some, H, n, eps, F: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr, IDW: tl.constexpr):
+    """Exact scores of both query halves at `q` with sub-keys i `[2, M]` of the tables at `keys`; -inf where not `some`."""
+    part = tl.arange(0, 2)[:, None, None]
+    total = tl.zeros([2, BM, BF], tl.float32)
+    for start in tl.static_range(0, F, BF):
+        f = (start + tl.arange(0, BF))[None, None, :]
+        x = read_values(q + part * F + f, f < F).to(tl.float32)
+        y = read_values(keys + (part * H * n + i[:, :, None]) * F + f, some[:, :, None] & (f < F)).to(tl.float32)
+        if IDW:
+            total += (x - y) * (x - y)
+        else:
+            total += x * y
+    score = tl.sum(total, 2)
+    if IDW:
+        score = -tl.log(eps + score)
+    return tl.where(some, score, float("-inf"))
+
+
+@triton.jit
+def _pair_sums(pairs, p, score, i, rank, n):
+    """Pairs `p` of the two sorted halves: sums of scores, and slots; -inf and slots behind all others where there is none."""
     pair = tl.load(pairs + p)
-    a, b = pair & 0xFF, pair >> 8
-    some = pair >= 0
-    total = tl.load(half + a, mask=some, other=0.0) + tl.load(half + TOP + b, mask=some, other=0.0)
-    slot = tl.load(index + a, mask=some, other=0) * n + tl.load(index + TOP + b, mask=some, other=0)
-    return tl.where(some, total, float("-inf")), tl.where(some, slot, NONE - p)
+    part = tl.arange(0, 2)[None, :]
+    place = tl.where(part == 0, (pair & 0xFF)[:, None], (pair >> 8)[:, None])
+    here = rank[None, :, :] == place[:, :, None]
+    total = tl.sum(tl.sum(tl.where(here, score[None, :, :], 0.0), 2), 1)
+    slot = tl.sum(tl.sum(tl.where(here, i[None, :, :], 0), 2) * tl.where(part == 0, n, 1), 1)
+    return tl.where(pair >= 0, total, float("-inf")), tl.where(pair >= 0, slot, NONE - p)
 
 
 @triton.jit
-def _sum_rows(
-    slots,
-    weights,
+def _add_rows(
+    total,
+    slot,
+    weight,
+    some,
+    v,
+    e,
     table,
     rows,
     place,
     kept,
-    out,
-    row,
-    g,
-    N,
-    E: tl.constexpr,
     V: tl.constexpr,
-    BE: tl.constexpr,
-    BV: tl.constexpr,
     PLACED: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """The weighted sum of the E rows of token `row`, from the table or, where `place` of the slot is not -1, from `rows`."""
-    first_e = row * E
-    for start in range(0, V, BV):
-        v = start + tl.arange(0, BV)
-        total = tl.zeros([BV], tl.float32)
-        for first in range(0, E, BE):
-            e = first + tl.arange(0, BE)
-            slot = tl.load(slots + first_e + e, mask=e < E, other=0).to(tl.int64)
-            weight = tl.load(weights + first_e + e, mask=e < E, other=0.0)
-            inside = (e < E)[:, None] & (v < V)[None, :]
-            if PLACED:
-                at = tl.load(place + g * N + slot, mask=e < E, other=-1).to(tl.int64)
-                x = read_values(table + slot[:, None] * V + v[None, :], inside & (at < 0)[:, None]).to(tl.float32)
-                own = tl.load(rows + at[:, None] * V + v[None, :], mask=inside & (at >= 0)[:, None], other=0.0)
-                x = tl.where((at >= 0)[:, None], own, x)
-            else:
-                x = read_values(table + slot[:, None] * V + v[None, :], inside).to(tl.float32)
-            if KEEP:
-                tl.store(kept + (first_e + e)[:, None] * V + v[None, :], x, mask=inside)
-            total += tl.sum(x * weight[:, None], 0)
-        tl.store(out + row * V + v, total, mask=v < V)
+    """total + the weighted sum of some rows: of the table or, where `place` of the slot is not -1, of `rows`. e: for `kept`."""
+    slot = slot.to(tl.int64)
+    inside = some[:, None] & (v < V)[None, :]
+    if PLACED:
+        at = tl.load(place + slot, mask=some, other=-1).to(tl.int64)
+        x = read_values(table + slot[:, None] * V + v[None, :], inside & (at < 0)[:, None]).to(tl.float32)
+        own = tl.load(rows + at[:, None] * V + v[None, :], mask=inside & (at >= 0)[:, None], other=0.0)
+        x = tl.where((at >= 0)[:, None], own, x)
+    else:
+        x = read_values(table + slot[:, None] * V + v[None, :], inside).to(tl.float32)
+    if KEEP:
+        tl.store(kept + e[:, None] * V + v[None, :], x, mask=inside)
+    return total + tl.sum(x * weight[:, None], 0)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -246,12 +246,12 @@ def _finish(
     eps,
     TOP: tl.constexpr,
     M: tl.constexpr,
+    BC: tl.constexpr,
     BM: tl.constexpr,
     F: tl.constexpr,
     BF: tl.constexpr,
     BLOCKS: tl.constexpr,
     BN: tl.constexpr,
-    BK: tl.constexpr,
     PAIRS: tl.constexpr,
     BP: tl.constexpr,
     IDW: tl.constexpr,
@@ -265,63 +265,74 @@ def _finish(
     """One token and head: exact scores of the candidates, the best of each half, the best pairs, softmax (READ: and rows)."""
     row = tl.program_id(0).to(tl.int64)
     g, h = row // (T * H), row % H
-    own_index, own_half = index + row * 2 * TOP, half + row * 2 * TOP
-    j = tl.arange(0, BM)
-    block = j // M
-    best = tl.arange(0, BK)
-    for part in range(2):
-        at = (row * 2 + part) * BLOCKS
-        key = tl.load(found + at * M + j, mask=block < BLOCKS, other=NONE)
-        some = key != NONE
-        i = tl.where(some, block * BN + (key & (BN - 1)), n + j)
-        away = (key & (NONE - (BN - 1))).to(tl.float32, bitcast=True)
-        approximate = tl.load(bounds + (at + block) * 2, mask=block < BLOCKS, other=0.0) - away
-        wrong = tl.max(tl.load(bounds + (at + block) * 2 + 1, mask=block < BLOCKS, other=0.0), 0)
-        first = _ranks(tl.where(some, _for_order(approximate), float("-inf")), i) < TOP
-        least = tl.min(tl.where(first, approximate - CUT * away, float("inf")), 0) - 2 * wrong
-        near = some & (approximate >= least)  # without those left out, the best are among these
-        some = first | near
-        missed = tl.max((near & (j % M == M - 1)).to(tl.int32), 0) > 0
-        blocks = 1
-        if missed:
-            blocks = tl.cdiv(n, BM)
-        to_index, to_half = own_index + part * TOP, own_half + part * TOP
-        for b in range(blocks):
-            if missed:
-                i = b * BM + j
-                some = i < n
-            score = _scores(
-                q + (row * 2 + part) * F, keys + ((g * 2 + part) * H + h) * n * F, i, some, eps, F, BM, BF, IDW
-            )
-            order, i = tl.where(some, _for_order(score), float("-inf")), tl.where(some, i, n + j)
-            old_some = (best < TOP) & (b > 0)
-            old = tl.load(to_half + best, mask=old_some, other=float("-inf"))
-            old_i = tl.load(to_index + best, mask=old_some, other=0)
-            old_i, old_order = tl.where(old_some, old_i, NONE), tl.where(old_some, _for_order(old), float("-inf"))
-            behind = _before(order[None, :], i[None, :], old_order[:, None], old_i[:, None])
-            rank = _ranks(order, i) + tl.sum((~behind & old_some[:, None]).to(tl.int32), 0)
-            old_rank = best + tl.sum(behind.to(tl.int32), 1)
-            tl.debug_barrier()
-            tl.store(to_index + rank, i, mask=rank < TOP)
-            tl.store(to_half + rank, score, mask=rank < TOP)
-            tl.store(to_index + old_rank, old_i, mask=old_some & (old_rank < TOP))
-            tl.store(to_half + old_rank, old, mask=old_some & (old_rank < TOP))
-            tl.debug_barrier()
-    total, slot = _pair_sums(pairs, own_index, own_half, tl.arange(0, PAIRS), n, TOP)
-    order = _for_order(total)
-    rank = tl.zeros([PAIRS], tl.int32)
-    for start in range(0, PAIRS, BP):
-        more, more_slots = _pair_sums(pairs, own_index, own_half, start + tl.arange(0, BP), n, TOP)
-        before = _before(_for_order(more)[None, :], more_slots[None, :], order[:, None], slot[:, None])
-        rank += tl.sum(before.to(tl.int32), 1)
-    some = rank < TOP
-    weight = tl.where(some, tl.exp(total - tl.max(order, 0)), 0.0)
+    own_q, own_keys = q + row * 2 * F, keys + (g * 2 * H + h) * n * F
+    part, r = tl.arange(0, 2)[:, None], tl.arange(0, BM)[None, :]
+    # which candidates may be among the best
+    j = tl.arange(0, BC)[None, :]
+    at, inside = (row * 2 + part) * BLOCKS + j // M, j // M < BLOCKS
+    key = tl.load(found + at * M + j % M, mask=inside, other=NONE)
+    there = key != NONE
+    i = tl.where(there, j // M * BN + (key & (BN - 1)), n + j)
+    away = (key & (NONE - (BN - 1))).to(tl.float32, bitcast=True)
+    about = tl.load(bounds + at * 2, mask=inside, other=0.0) - away
+    about = tl.where(there, about, float("-inf"))
+    wrong = tl.max(tl.load(bounds + at * 2 + 1, mask=inside, other=0.0), 1)
+    rank = _ranks(about, i)
+    least = tl.min(tl.where(rank < TOP, about - CUT * away, float("inf")), 1) - 2 * wrong
+    near = there & (about >= least[:, None])
+    missed = (near & ((j % M == M - 1) | (rank >= BM))) | (wrong == float("inf"))[:, None]
+    some = near | (rank < TOP)
+    if BM < BC:
+        i = _placed(i, tl.where(some, rank, BC), BM)
+        some = r < tl.sum(some.to(tl.int32), 1)[:, None]
+    score = _scores(own_q, own_keys, i, some, H, n, eps, F, BM, BF, IDW)
+    i = tl.where(some, i, n + r)
+    rank = _ranks(score, i)
+    if tl.max(tl.max(missed.to(tl.int32), 1), 0) > 0:  # one that is no candidate may be among the best: score all
+        best = tl.full([2, BM], float("-inf"), tl.float32)
+        best_i = NONE - r + tl.zeros([2, BM], tl.int32)
+        for b in range(tl.cdiv(n, BM)):
+            i = b * BM + r + tl.zeros([2, BM], tl.int32)
+            score = _scores(own_q, own_keys, i, i < n, H, n, eps, F, BM, BF, IDW)
+            behind = _before(score[:, None, :], i[:, None, :], best[:, :, None], best_i[:, :, None]).to(tl.int32)
+            rank = _ranks(score, i) + tl.sum(1 - behind, 1)
+            old_rank = r + tl.sum(behind, 2)
+            best = _placed(best, old_rank, BM) + _placed(score, rank, BM)
+            best_i = _placed(best_i, old_rank, BM) + _placed(i, rank, BM)
+        score = best
+        i = best_i
+        rank = r + tl.zeros([2, BM], tl.int32)
+    to = (row * 2 + part) * TOP + rank
+    tl.store(index + to, i, mask=rank < TOP)
+    tl.store(half + to, score, mask=rank < TOP)
+    # the best pairs
+    total, slot = _pair_sums(pairs, tl.arange(0, PAIRS), score, i, rank, n)
+    if PAIRS == BP:
+        place_of = tl.sum(_before(total[None, :], slot[None, :], total[:, None], slot[:, None]).to(tl.int32), 1)
+    else:
+        place_of = tl.zeros([PAIRS], tl.int32)
+        for start in range(0, PAIRS, BP):
+            more, more_slots = _pair_sums(pairs, start + tl.arange(0, BP), score, i, rank, n)
+            before = _before(more[None, :], more_slots[None, :], total[:, None], slot[:, None])
+            place_of += tl.sum(before.to(tl.int32), 1)
+    chosen = place_of < TOP
+    weight = tl.where(chosen, tl.exp(total - tl.max(total, 0)), 0.0)
     weight = weight / tl.sum(weight, 0)
-    tl.store(slots + row * TOP + rank, slot, mask=some)
-    tl.store(weights + row * TOP + rank, weight, mask=some)
+    tl.store(slots + row * TOP + place_of, slot, mask=chosen)
+    tl.store(weights + row * TOP + place_of, weight, mask=chosen)
     if READ:
-        tl.debug_barrier()
-        _sum_rows(slots, weights, table, rows, place, kept, out, row, g, n * n, TOP, V, BE, BV, PLACED, KEEP)
+        e = tl.arange(0, BE)
+        here = place_of[None, :] == e[:, None]
+        slot = tl.sum(tl.where(here, slot[None, :], 0), 1)
+        weight = tl.sum(tl.where(here, weight[None, :], 0.0), 1)
+        own = place
+        if PLACED:
+            own = place + g * (n * n)
+        for start in range(0, V, BV):
+            v = start + tl.arange(0, BV)
+            read = tl.zeros([BV], tl.float32)
+            read = _add_rows(read, slot, weight, e < TOP, v, row * TOP + e, table, rows, own, kept, V, PLACED, KEEP)
+            tl.store(out + row * V + v, read, mask=v < V)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -344,7 +355,19 @@ def _read(
 ):
     """One token: the weighted sum of the rows of all heads."""
     row = tl.program_id(0).to(tl.int64)
-    _sum_rows(slots, weights, table, rows, place, kept, out, row, row // T, N, E, V, BE, BV, PLACED, KEEP)
+    own = place
+    if PLACED:
+        own = place + (row // T) * N
+    for start in range(0, V, BV):
+        v = start + tl.arange(0, BV)
+        read = tl.zeros([BV], tl.float32)
+        for first in range(0, E, BE):
+            e = first + tl.arange(0, BE)
+            some, at = e < E, row * E + e
+            slot = tl.load(slots + at, mask=some, other=0)
+            weight = tl.load(weights + at, mask=some, other=0.0)
+            read = _add_rows(read, slot, weight, some, v, at, table, rows, own, kept, V, PLACED, KEEP)
+        tl.store(out + row * V + v, read, mask=v < V)
 
 
 @functools.cache
@@ -373,7 +396,7 @@ def search_and_read(
     out_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Found]:
     """`search`, and `read` of what it found: values `[G, T, V]`."""
-    if q.shape[2] > 1:
+    if q.shape[2] > 1 or top_k > 16:
         found = search(q, keys, top_k, score, eps)
         return read(found.slots, found.weights, table, rows, place, kept, out_dtype), found
     out = q.new_empty(*q.shape[:2], table.shape[1], dtype=out_dtype)
@@ -384,16 +407,14 @@ def _search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float, reading
     groups, tokens, heads, size = q.shape
     n, half_size = keys.shape[3], size // 2
     q, keys = q.contiguous(), keys.contiguous()
-    padded = max(16, triton.next_power_of_2(n))
-    block_n = min(MOST_IN_BLOCK, padded)
+    block_n = min(MOST_IN_BLOCK, max(16, triton.next_power_of_2(n)))
     blocks = triton.cdiv(n, block_n)
     candidates = top_k + (0 if blocks > 1 and top_k >= 16 else SPARE)  # of a block: that all are in one is improbable
-    block_f = 32
+    block_f = 32 if half_size <= 32 else 64
     size_f = triton.cdiv(half_size, block_f) * block_f
-    wide = torch.float32 if INTERPRETING else torch.bfloat16
-    high = q.new_empty(groups * 2 * heads, blocks * block_n, size_f, dtype=wide)
-    low = torch.empty_like(high)
-    norm = q.new_empty(high.shape[:2], dtype=torch.float32)
+    tables = groups * 2 * heads
+    rounded = q.new_empty(tables, blocks * block_n, size_f, dtype=torch.float32 if INTERPRETING else torch.float16)
+    squares, lost = q.new_empty(2, *rounded.shape[:2], dtype=torch.float32)
     shape = (groups, tokens, heads, 2)
     best = q.new_empty(*shape, blocks, candidates, dtype=torch.int32)
     bounds = q.new_empty(*shape, blocks, 2, dtype=torch.float32)
@@ -406,16 +427,16 @@ def _search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float, reading
     pairs = _pairs(top_k, q.device)
     idw = score == "idw"
     block_t = 64 if groups * tokens * heads >= 1 << 12 else 16
-    block_m = max(16, triton.next_power_of_2(blocks * candidates))
+    block_m = max(16, triton.next_power_of_2(top_k + 1))
     with on_device(q):
-        _prepare[(groups * 2 * heads, blocks * block_n // 16)](
-            keys, high, low, norm, n, F=half_size, FP=size_f, NP=blocks * block_n, ROWS=16, BF=block_f
+        _prepare[(tables, rounded.shape[1] // 16)](
+            keys, rounded, squares, lost, n, F=half_size, FP=size_f, NP=rounded.shape[1], ROWS=16, BF=block_f
         )
         _candidates[(triton.cdiv(tokens, block_t), 2 * heads * blocks, groups)](
             q,
-            high,
-            low,
-            norm,
+            rounded,
+            squares,
+            lost,
             best,
             bounds,
             tokens,
@@ -430,8 +451,7 @@ def _search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float, reading
             BT=block_t,
             BF=block_f,
             IDW=idw,
-            SPLIT_Q=wide != torch.float32 and q.dtype != torch.bfloat16,
-            SPLIT_K=wide != torch.float32 and keys.dtype != torch.bfloat16,
+            SPLIT=q.dtype == torch.float32 and not INTERPRETING,
             num_warps=4,
             num_stages=3,
         )
@@ -449,12 +469,12 @@ def _search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float, reading
             eps,
             TOP=top_k,
             M=candidates,
+            BC=max(16, triton.next_power_of_2(blocks * candidates)),
             BM=block_m,
             F=half_size,
-            BF=min(triton.next_power_of_2(half_size), 8192 // block_m),
+            BF=min(64, triton.next_power_of_2(half_size)),
             BLOCKS=blocks,
             BN=block_n,
-            BK=max(16, triton.next_power_of_2(top_k)),
             PAIRS=pairs.shape[0],
             BP=min(32, pairs.shape[0]),
             IDW=idw,
@@ -462,14 +482,18 @@ def _search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float, reading
             READ=reading is not None,
             PLACED=reading is not None and reading[2] is not None,
             KEEP=reading is not None and reading[3] is not None,
-            num_warps=4 if block_m <= 128 else 8,
+            num_warps=2 if block_m <= 16 else 4 if block_m <= 64 else 8,
         )
     return found
 
 
 def _row_options(entries: int, table: Tensor | None) -> dict[str, int]:
     size = 1 if table is None else table.shape[1]
-    return {"V": size, "BE": min(8, triton.next_power_of_2(entries)), "BV": min(512, triton.next_power_of_2(size))}
+    return {
+        "V": size,
+        "BE": min(16, max(8, triton.next_power_of_2(entries))),
+        "BV": min(512, triton.next_power_of_2(size)),
+    }
 
 
 def read(
