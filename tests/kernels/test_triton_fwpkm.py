@@ -151,10 +151,11 @@ def test_copies_share_rows_until_they_write() -> None:
 
 
 @triton
-@pytest.mark.parametrize("piece", [32, 3])
-def test_many_entries_of_one_slot(piece: int, monkeypatch: Any) -> None:
-    """Four slots and 16 tokens: every row is written many times, and a slot by both heads of a token; in pieces of three too."""
-    monkeypatch.setattr(importlib.import_module("fwzoo.kernels.fwpkm.table"), "PIECE", piece)
+@pytest.mark.parametrize("sizes", [(32, 64, 32), (3, 3, 4)], ids=["together", "in pieces"])
+def test_many_entries_of_one_slot(sizes: tuple[int, int, int], monkeypatch: Any) -> None:
+    """Four slots and 16 tokens: every row is written many times, and a slot by both heads of a token."""
+    for name, size in zip(("PIECE", "SUB_PIECE", "MOST"), sizes, strict=True):
+        monkeypatch.setattr(importlib.import_module("fwzoo.kernels.fwpkm.table"), name, size)
     tokens, weights = small(2, 9, heads=2, n=2)
     options = {"top_k": 2, "chunk_size": 8, "scope": "batch"}
     plain, end = call("fwpkm", tokens, weights, level="chunk", **options)

@@ -25,8 +25,8 @@ from .state import FwpkmState, Options
 
 TILE = 4096  # numbers that a program holds at a time
 LINE = 1024  # entries of a program that handles them one by one
-PIECE = 32  # entries of a slot that one program adds up
-WRITE, KEYS, READ = (4, 1), (8, 1), 4
+PIECE, SUB_PIECE, MOST = 32, 64, 32  # least entries of a piece of a slot and of a sub-key; most pieces
+WRITE, KEYS, READ = (4, 4), (8, 2), 4
 PROGRAMS = 4224  # that write rows: as many as an H200 runs at once
 ROOM = 512 << 20  # bytes that the pool may have to spare without looking at how much of it is used
 UNIT = 40  # the use of a sub-key is counted in units of 2^-UNIT
@@ -170,26 +170,32 @@ def _read_kernel(
 
 
 @triton.jit
-def _runs(head, bin, count, begin, pieces, limit, cursors, PIECE: tl.constexpr):
-    """A run of places for the entries of every bin, and the pieces of PIECE entries in which they are added up.
+def _piece(size, PIECE: tl.constexpr, MOST: tl.constexpr):
+    """Entries of a piece of a bin of `size` entries, and how many pieces it has."""
+    length = tl.maximum((size + (MOST - 1)) // MOST, PIECE)
+    return length, (size + length - 1) // length
+
+
+@triton.jit
+def _runs(head, bin, count, begin, pieces, limit, cursor, PIECE: tl.constexpr, MOST: tl.constexpr):
+    """A run of places for the entries of every bin, and the pieces in which they are added up.
 
     head: whether a lane speaks for a bin. begin: of every bin, its first place.
-    pieces: `[5, limit]`, of every piece its bin, first place and entries, the bin's entries, and its number among the bins
-    of several pieces (-1: it is the only one). cursors: places, pieces, bins of several.
+    pieces: `[5, limit]`, of every piece its bin, first place and entries, the bin's entries, and where the bin is added up if
+    it has several (-1: it has one). cursor: places, and 2^32 times pieces.
     """
     size = tl.load(count + bin, mask=head, other=0)
-    start = tl.atomic_add(cursors, tl.sum(size, 0)) + tl.cumsum(size, 0) - size
+    length, parts = _piece(size, PIECE, MOST)
+    both = size.to(tl.int64) + (parts.to(tl.int64) << 32)
+    first = tl.atomic_add(cursor, tl.sum(both, 0)) + tl.cumsum(both, 0) - both
+    start, part = (first & 0xFFFFFFFF).to(tl.int32), (first >> 32).to(tl.int32)
     tl.store(begin + bin, start, mask=head)
-    parts = (size + (PIECE - 1)) // PIECE
-    several = (parts > 1).to(tl.int32)
-    part = tl.atomic_add(cursors + 1, tl.sum(parts, 0)) + tl.cumsum(parts, 0) - parts
-    shared = tl.atomic_add(cursors + 2, tl.sum(several, 0)) + tl.cumsum(several, 0) - several
-    shared = tl.where(several > 0, shared, -1)
+    shared = tl.where(parts > 1, start // PIECE, -1)  # a bin of several is longer than PIECE, so this is its own
     for i in range(0, tl.max(parts, 0)):
         to, ok = pieces + part + i, i < parts
         tl.store(to, bin, mask=ok)
-        tl.store(to + limit, start + i * PIECE, mask=ok)
-        tl.store(to + 2 * limit, tl.minimum(size - i * PIECE, PIECE), mask=ok)
+        tl.store(to + limit, start + i * length, mask=ok)
+        tl.store(to + 2 * limit, tl.minimum(size - i * length, length), mask=ok)
         tl.store(to + 3 * limit, size, mask=ok)
         tl.store(to + 4 * limit, shared, mask=ok)
 
@@ -230,6 +236,8 @@ def _allocate_kernel(
     N_SUB: tl.constexpr,
     KEEP: tl.constexpr,
     PIECE: tl.constexpr,
+    SUB_PIECE: tl.constexpr,
+    MOST: tl.constexpr,
     LINE: tl.constexpr,
 ):
     """Places and pieces of the slots, each by the first of its entries, and a row for it; and those of the sub-keys.
@@ -242,7 +250,7 @@ def _allocate_kernel(
         head = tl.load(rank + entry, mask=entry < entries, other=-1) == 0
         g = entry // (per * E)
         slot = g * S1 + tl.load(slots + entry, mask=head, other=0)
-        _runs(head, slot, count, begin, pieces, entries, cursors, PIECE)
+        _runs(head, slot, count, begin, pieces, entries, cursors, PIECE, MOST)
         old = tl.load(numbers + slot, mask=head, other=0)
         tl.store(before + slot, old, mask=head)
         fresh = (head & ((old <= P) | KEEP)).to(tl.int32)
@@ -253,10 +261,10 @@ def _allocate_kernel(
         at = (block - blocks) * LINE + tl.arange(0, LINE)
         some = tl.load(sub_rank + at, mask=at < 2 * entries, other=-1) == 0
         bin = _sub_bin(at // K, tl.load(index + at, mask=some, other=0), per, H, N_SUB)
-        _runs(some, bin, sub_count, sub_begin, sub_pieces, 2 * entries, cursors + 3, PIECE)
+        _runs(some, bin, sub_count, sub_begin, sub_pieces, 2 * entries, cursors + 1, SUB_PIECE, MOST)
 
 
-@triton.jit(do_not_specialize=["S1", "per", "entries", "rows", "blocks"])
+@triton.jit(do_not_specialize=["S1", "per", "entries", "blocks", "sub_blocks"])
 def _place_kernel(
     slots,
     weights,
@@ -279,8 +287,8 @@ def _place_kernel(
     S1,
     per,
     entries,
-    rows,
     blocks,
+    sub_blocks,
     E: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -295,7 +303,8 @@ def _place_kernel(
 ):
     """Put every entry into its place, with its weight; those of the sub-keys with their weights in the gradient.
 
-    bound, sub_bound: the largest number that an entry of a bin adds, as bits.
+    bound, sub_bound: the largest number that an entry of a slot adds, and one of a memory's sub-keys, as bits.
+    sub_blocks: programs of a memory.
     """
     block = tl.program_id(0)
     if block < blocks:
@@ -307,41 +316,42 @@ def _place_kernel(
         to = tl.load(begin + slot, mask=some, other=0) + behind
         tl.store(entry_row + to, entry // E, mask=some)
         tl.store(entry_weight + to, weight, mask=some)
-        most = tl.abs(weight * tl.load(peak + entry // E, mask=some, other=0.0))
-        tl.atomic_max(bound + slot, most.to(tl.int32, bitcast=True), mask=some, sem="relaxed")
+        adds = tl.abs(weight * tl.load(peak + entry // E, mask=some, other=0.0))
+        tl.atomic_max(bound + slot, adds.to(tl.int32, bitcast=True), mask=some, sem="relaxed")
     else:
-        r, j = (block - blocks) * ROWS + tl.arange(0, ROWS), tl.arange(0, BK)
-        ok = (r < rows)[:, None] & (j < K)[None, :]
+        g = (block - blocks) // sub_blocks
+        r, j = (block - blocks) % sub_blocks * ROWS + tl.arange(0, ROWS), tl.arange(0, BK)
+        there, r = r < 2 * H * per, r + g * 2 * H * per
+        ok = there[:, None] & (j < K)[None, :]
         at = r.to(tl.int64)[:, None] * K + j[None, :]
-        rank_here = tl.load(sub_rank + at, mask=ok, other=-1)
-        alive = rank_here >= 0
+        which = tl.load(sub_rank + at, mask=ok, other=-1)
+        counts = which >= 0
         score = tl.load(half + at, mask=ok, other=float("-inf"))
-        largest = tl.max(tl.where(ok, score, float("-inf")), 1)
-        share = tl.exp(score - tl.where(r < rows, largest, 0.0)[:, None])
-        share = share / tl.where(r < rows, tl.sum(share, 1), 1.0)[:, None]
+        share = tl.exp(score - tl.where(there, tl.max(score, 1), 0.0)[:, None])
+        share = share / tl.where(there, tl.sum(share, 1), 1.0)[:, None]
         bin = _sub_bin(r[:, None], tl.load(index + at, mask=ok, other=0), per, H, N_SUB)
-        number = tl.load(tokens + r // (2 * H * per), mask=r < rows, other=1)
-        number = tl.maximum(number, 1).to(tl.float32)[:, None]
-        total = tl.load(use + bin, mask=alive, other=0).to(tl.float64) * (1.0 / (1 << UNIT))
+        number = tl.maximum(tl.load(tokens + g), 1).to(tl.float32)
+        total = tl.load(use + bin, mask=counts, other=0).to(tl.float64) * (1.0 / (1 << UNIT))
         mean = total.to(tl.float32) / number
         mean = tl.log(tl.where(mean > 0, mean, 1.0))
         pull = share * (mean - tl.sum(share * mean, 1)[:, None]) / number
         if IDW:
             score = tl.where(ok, score, 0.0)
             pull = 2.0 * pull * tl.exp(score)
-            largest_pull = tl.abs(pull) * tl.exp(-0.5 * score) * 1.01  # no difference is longer than its vector
+            most = tl.abs(pull) * tl.exp(-0.5 * score) * 1.01  # no difference is longer than its vector
         else:
             f = tl.arange(0, BF)
-            query = read(q + r.to(tl.int64)[:, None] * F + f[None, :], (r < rows)[:, None] & (f < F)[None, :])
-            largest_pull = tl.abs(pull) * tl.max(tl.abs(query.to(tl.float32)), 1)[:, None]
-        place = tl.load(sub_begin + bin, mask=alive, other=0) + rank_here
-        tl.store(sub_row + place, tl.broadcast_to(r[:, None], [ROWS, BK]), mask=alive)
-        tl.store(sub_weight + place, pull, mask=alive)
-        tl.atomic_max(sub_bound + bin, largest_pull.to(tl.int32, bitcast=True), mask=alive, sem="relaxed")
+            query = read(q + r.to(tl.int64)[:, None] * F + f[None, :], there[:, None] & (f < F)[None, :])
+            most = tl.abs(pull) * tl.max(tl.abs(query.to(tl.float32)), 1)[:, None]
+        place = tl.load(sub_begin + bin, mask=counts, other=0) + which
+        tl.store(sub_row + place, tl.broadcast_to(r[:, None], [ROWS, BK]), mask=counts)
+        tl.store(sub_weight + place, pull, mask=counts)
+        most = tl.max(tl.max(tl.where(counts, most, 0.0), 1), 0)
+        tl.atomic_max(sub_bound + g, most.to(tl.int32, bitcast=True), sem="relaxed")
 
 
 @triton.jit
-def _joined(total, shared, whole, sums, finished, c, V: tl.constexpr, PIECE: tl.constexpr):
+def _joined(total, shared, whole, sums, finished, c, V: tl.constexpr, PIECE: tl.constexpr, MOST: tl.constexpr):
     """Whether this piece of a bin is the last of `whole` entries to be added up, and then the sum of all.
 
     sums: float64, of the bins of several pieces; 0 before and after. finished: how many of their pieces are.
@@ -351,7 +361,8 @@ def _joined(total, shared, whole, sums, finished, c, V: tl.constexpr, PIECE: tl.
         own = sums + shared.to(tl.int64) * V + c
         tl.atomic_add(own, total, mask=c < V, sem="relaxed")
         tl.debug_barrier()
-        last = tl.atomic_add(finished + shared, 1, sem="acq_rel") == (whole + (PIECE - 1)) // PIECE - 1
+        _length, parts = _piece(whole, PIECE, MOST)
+        last = tl.atomic_add(finished + shared, 1, sem="acq_rel") == parts - 1
         if last:
             total = tl.load(own, mask=c < V, other=0.0, cache_modifier=".cg")
             tl.store(own, tl.zeros_like(total), mask=c < V)
@@ -382,13 +393,14 @@ def _write_kernel(
     V: tl.constexpr,
     AVERAGE: tl.constexpr,
     PIECE: tl.constexpr,
+    MOST: tl.constexpr,
     PROGRAMS: tl.constexpr,
     BE: tl.constexpr,
     BV: tl.constexpr,
 ):
     """One piece of a slot's entries after the other: what they add to its row."""
     c, e = tl.arange(0, BV), tl.arange(0, BE)
-    for i in range(tl.program_id(0), tl.load(cursors + 1), PROGRAMS):
+    for i in range(tl.program_id(0), (tl.load(cursors) >> 32).to(tl.int32), PROGRAMS):
         slot, start, size = tl.load(pieces + i), tl.load(pieces + entries + i), tl.load(pieces + 2 * entries + i)
         whole, shared = tl.load(pieces + 3 * entries + i), tl.load(pieces + 4 * entries + i)
         one = tl.zeros([1], tl.int32)
@@ -407,7 +419,7 @@ def _write_kernel(
                 weight = tl.load(entry_weight + start + first + e, mask=ok, other=0.0)
                 step = read(residual + from_row + c[None, :], ok[:, None] & (c < V)[None, :]) * weight[:, None]
                 total += tl.sum((step.to(tl.float64) + unit) - unit, 0)
-        last, total = _joined(total, shared, whole, sums, finished, c, V, PIECE)
+        last, total = _joined(total, shared, whole, sums, finished, c, V, PIECE, MOST)
         if last:
             change = total.to(tl.float32) * (rate / (whole if AVERAGE else 1))
             tl.store(pool + new * V + c, row + change, mask=c < V)
@@ -430,20 +442,22 @@ def _keys_kernel(
     cursors,
     rate,
     limit,
+    BINS: tl.constexpr,
     F: tl.constexpr,
     IDW: tl.constexpr,
     PIECE: tl.constexpr,
+    MOST: tl.constexpr,
     PROGRAMS: tl.constexpr,
     BE: tl.constexpr,
     BF: tl.constexpr,
 ):
-    """One piece of a sub-key's entries after the other: its gradient step."""
+    """One piece of a sub-key's entries after the other: its gradient step. BINS: sub-keys of a memory."""
     f, e = tl.arange(0, BF), tl.arange(0, BE)
-    for i in range(tl.program_id(0), tl.load(cursors + 1), PROGRAMS):
+    for i in range(tl.program_id(0), (tl.load(cursors) >> 32).to(tl.int32), PROGRAMS):
         bin, start = tl.load(sub_pieces + i), tl.load(sub_pieces + limit + i)
         size, whole = tl.load(sub_pieces + 2 * limit + i), tl.load(sub_pieces + 3 * limit + i)
         shared, at = tl.load(sub_pieces + 4 * limit + i), bin.to(tl.int64) * F + f
-        key, unit = tl.load(keys + at, mask=f < F, other=0.0), _unit(tl.load(sub_bound + bin))
+        key, unit = tl.load(keys + at, mask=f < F, other=0.0), _unit(tl.load(sub_bound + bin // BINS))
         total = tl.zeros([BF], tl.float64)
         for first in range(0, size, BE):
             ok = first + e < size
@@ -454,11 +468,10 @@ def _keys_kernel(
                 query = query - key[None, :]
             step = query * weight[:, None]
             total += tl.sum((step.to(tl.float64) + unit) - unit, 0)
-        last, total = _joined(total, shared, whole, sums, finished, f, F, PIECE)
+        last, total = _joined(total, shared, whole, sums, finished, f, F, PIECE, MOST)
         if last:
             tl.store(new_keys + at, key - rate * total.to(tl.float32), mask=f < F)
             tl.store(sub_count + bin, 0)
-            tl.store(sub_bound + bin, 0)
 
 
 @triton.jit(do_not_specialize=["P", "M", "halvings", "T", "C"])
@@ -620,10 +633,10 @@ class Table:
         self.pool = self.held.new_empty(0, self.width)
         self.changed = False
         bins = state.keys.shape[:4].numel()
-        line = self.size + 1  # one more, for the unused places of the state's lists
+        self.line = self.size // 4 * 4 + 4  # more by 1 to 4: for the unused places of the state's lists, and aligned
         if updates or self.places:
             self.numbers, self.written, *counts = torch.zeros(
-                5 if updates else 2, self.groups, line, dtype=torch.int32, device=device
+                5 if updates else 2, self.groups, self.line, dtype=torch.int32, device=device
             )
         if self.places:
             self.numbers.scatter_(1, state.slots, state.where.int() + 1)  # type: ignore[union-attr]
@@ -632,16 +645,17 @@ class Table:
             self.stamps = self.written.amax(1)
             self.count, self.bounds, self.before = counts
             self.begin = torch.empty_like(self.count)
-            self.sub_count, self.sub_bounds, self.sub_begin = torch.zeros(3, bins, dtype=torch.int32, device=device)
+            self.sub_count, self.sub_begin = torch.zeros(2, bins, dtype=torch.int32, device=device)
+            self.sub_bounds = torch.zeros(updates, triton.cdiv(self.groups, 4) * 4, dtype=torch.int32, device=device)
             self.use = torch.zeros(updates, bins, dtype=torch.int64, device=device)
             self.cursors = torch.zeros(
-                updates + 1, 6, dtype=torch.int32, device=device
+                updates + 1, 2, dtype=torch.int64, device=device
             )  # the last row: rows of the pool
-            # of rows and of sub-keys that are added up in several pieces
-            large = [tokens * self.entries // PIECE + 1, 2 * tokens * self.entries // PIECE + 1]
+            # rows and sub-keys that are added up in several pieces
+            large = [tokens * self.entries // PIECE + 1, 2 * tokens * self.entries // SUB_PIECE + 1]
             self.sums = torch.zeros(large[0], self.width, dtype=torch.float64, device=device)
-            self.sub_sums = torch.zeros(min(large[1], bins), state.keys.shape[4], dtype=torch.float64, device=device)
-            self.finished, self.sub_finished = torch.zeros(2, large[1], dtype=torch.int32, device=device)
+            self.sub_sums = torch.zeros(large[1], state.keys.shape[4], dtype=torch.float64, device=device)
+            self.finished, self.sub_finished = (torch.zeros(x, dtype=torch.int32, device=device) for x in large)
             self.stamp = 0
             self.most = min(tokens * self.entries, self.groups * self.size)  # rows that a chunk can add
             self.limit = updates * self.most if keep else min(updates * self.most, self.groups * self.size)
@@ -671,7 +685,7 @@ class Table:
         with on_device(o):
             _read_kernel[(tokens,)](
                 *(found.slots, found.weights, numbers, self.values, self.held, self.pool, self.held.shape[0]),
-                *(self.size + 1, o, kept),
+                *(self.line, o, kept),
                 *((found.index, found.half) if write else (None, None)),
                 *((chunk.v, chunk.target, chunk.known, chunk.real, chunk.due, chunk.gate) if write else [None] * 6),
                 *((work.residual, work.peak, self.count, work.rank) if work else [None] * 4),
@@ -698,9 +712,9 @@ class Table:
         """Move the rows by what a chunk of queries `[G, T, H, K]` read, and the sub-keys `[G, 2, H, n, F]`: the new ones."""
         self._reserve()
         options, tokens, width, size = self.options, work.peak.shape[0], self.width, keys.shape[4]
-        entries, rows, moves = tokens * self.entries, tokens * 2 * self.heads, options.address_loss
-        P, line, per = self.held.shape[0], self.size + 1, tokens // self.groups
-        cursors, use = self.cursors[self.stamp], self.use[self.stamp]
+        entries, moves = tokens * self.entries, options.address_loss
+        P, line, per = self.held.shape[0], self.line, tokens // self.groups
+        cursors, use, sub_bound = self.cursors[self.stamp], self.use[self.stamp], self.sub_bounds[self.stamp]
         self.stamp += 1
         pieces, sub_pieces = (torch.empty(5, x, dtype=torch.int32, device=q.device) for x in (entries, 2 * entries))
         entry_row, sub_row = pieces.new_empty(entries), pieces.new_empty(2 * entries)
@@ -708,6 +722,7 @@ class Table:
         blocks, at_once = triton.cdiv(entries, LINE), max(1, 512 // triton.next_power_of_2(options.top_k))
         if options.score == "dot":
             at_once = min(at_once, max(1, 8192 // triton.next_power_of_2(size)))
+        sub_blocks = triton.cdiv(per * 2 * self.heads, at_once)
         sizes = {"E": self.entries, "H": self.heads, "K": options.top_k, "N_SUB": self.sub, "LINE": LINE}
         wide, new_keys = _tile(1, width)["BV"], keys.clone() if moves else keys
         with on_device(q):
@@ -718,12 +733,14 @@ class Table:
                 **sizes,
                 KEEP=self.keep,
                 PIECE=PIECE,
+                SUB_PIECE=SUB_PIECE,
+                MOST=MOST,
                 num_warps=8,
             )
-            _place_kernel[(blocks + (triton.cdiv(rows, at_once) if moves else 0),)](
+            _place_kernel[(blocks + (self.groups * sub_blocks if moves else 0),)](
                 *(found.slots, found.weights, work.rank, self.begin, work.peak, self.bounds, entry_row, entry_weight),
-                *(q, found.index, found.half, work.sub_rank, self.sub_begin, self.sub_bounds, sub_row, sub_weight),
-                *(use, chunk.tokens, line, per, entries, rows, blocks),
+                *(q, found.index, found.half, work.sub_rank, self.sub_begin, sub_bound, sub_row, sub_weight),
+                *(use, chunk.tokens, line, per, entries, blocks, sub_blocks),
                 **sizes,
                 F=size,
                 IDW=options.score == "idw",
@@ -739,18 +756,21 @@ class Table:
                 V=width,
                 AVERAGE=options.row_averaging,
                 PIECE=PIECE,
+                MOST=MOST,
                 PROGRAMS=PROGRAMS,
                 BE=min(WRITE[0], max(1, 2048 // wide)),
                 BV=wide,
-                num_warps=WRITE[1] if wide <= 1024 else 2,
+                num_warps=WRITE[1],
             )
             if moves:
                 _keys_kernel[(min(PROGRAMS, 2 * entries),)](
-                    *(sub_pieces, q, keys, new_keys, self.sub_count, self.sub_bounds, sub_row, sub_weight),
-                    *(self.sub_sums, self.sub_finished, cursors[3:], options.key_lr, 2 * entries),
+                    *(sub_pieces, q, keys, new_keys, self.sub_count, sub_bound, sub_row, sub_weight),
+                    *(self.sub_sums, self.sub_finished, cursors[1:], options.key_lr, 2 * entries),
+                    BINS=2 * self.heads * self.sub,
                     F=size,
                     IDW=options.score == "idw",
-                    PIECE=PIECE,
+                    PIECE=SUB_PIECE,
+                    MOST=MOST,
                     PROGRAMS=PROGRAMS,
                     BE=KEYS[0],
                     BF=max(16, triton.next_power_of_2(size)),

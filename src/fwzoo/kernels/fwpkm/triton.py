@@ -127,7 +127,8 @@ class _Call:
         clock, size = self.clock, self.options.chunk_size
         real = torch.nn.functional.pad(self.real, (0, clock.chunks * size - clock.ticks))
         tokens = real.unflatten(1, (clock.chunks, size)).sum(2, dtype=torch.int32)
-        tokens = (tokens.sum(0, keepdim=True, dtype=torch.int32) if self.options.shared else tokens).t().contiguous()
+        tokens = (tokens.sum(0, keepdim=True, dtype=torch.int32) if self.options.shared else tokens).t()
+        tokens = torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % 4))  # aligned rows
         for i in range(clock.chunks):
             due, start = clock.due(i), max(i * size, clock.first)
             width = min((i + 1) * size, clock.ticks) - start
