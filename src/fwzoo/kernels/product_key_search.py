@@ -23,11 +23,12 @@ from .contract import INTERPRETING
 from .gpu import on_device
 from .gpu import read as read_values
 
-MOST_IN_BLOCK = 256  # sub-keys that a program scores: their scores stay in registers
+MOST_IN_BLOCK = 512  # sub-keys that a program scores: their scores stay in registers
 UNSURE = 2**-15  # error of an approximate score beside that of rounded sub-keys, to the squared lengths
-SPARE = 2  # candidates of a block beyond k
-CUT = tl.constexpr(4e-5)  # what the last bits hold of a candidate's distance, at most: MOST_IN_BLOCK / 2^23
-NONE = tl.constexpr(0x7FFFFFFF)
+KEY_BF, KEY_W = 256, 8
+SPARE = 8  # candidates of a block beyond k
+CUT = tl.constexpr(8e-5)  # what the last bits hold of a candidate's distance, at most: MOST_IN_BLOCK / 2^23
+LARGEST = tl.constexpr(0x7FFFFFFF)
 
 
 class Found(NamedTuple):
@@ -97,7 +98,6 @@ def _candidates(
     BT: tl.constexpr,
     BF: tl.constexpr,
     IDW: tl.constexpr,
-    SPLIT: tl.constexpr,
 ):
     """The M best of a block of sub-keys by approximate scores, best first.
 
@@ -112,40 +112,51 @@ def _candidates(
     row = (g * T + t) * H + h
     real, i = t < T, tl.arange(0, BN)
     scores = tl.zeros([BT, BN], tl.float32)
-    length = tl.zeros([BT], tl.float32)
+    length, rest = tl.zeros([BT, BF], tl.float32), tl.zeros([BT, BF], tl.float32)
     for start in range(0, FP, BF):
         f = start + tl.arange(0, BF)
         x = read_values(q + (row * 2 + part)[:, None] * F + f[None, :], real[:, None] & (f < F)[None, :]).to(tl.float32)
-        length += tl.sum(x * x, 1)
         y = tl.load(rounded + (first_key + i)[None, :] * FP + f[:, None])
-        first = x.to(y.dtype)
-        scores = tl.dot(first, y, scores)
-        if SPLIT:
-            scores = tl.dot((x - first.to(tl.float32)).to(y.dtype), y, scores)
+        near = x.to(y.dtype)
+        d = x - near.to(tl.float32)
+        length += x * x
+        rest += d * d
+        scores = tl.dot(near, y, scores)
+    length, rest = tl.sum(length, 1), tl.sum(rest, 1)
     square = tl.load(squares + first_key + i)
     longest = tl.max(square, 0)
-    wrong = 2 * tl.sqrt(length * tl.max(tl.load(lost + first_key + i), 0)) + unsure * (length + longest)
-    wrong = tl.where(length + longest < 4e9, wrong, float("inf"))  # else 16 bit may not hold them
+    wrong = tl.sqrt(length * tl.max(tl.load(lost + first_key + i), 0)) + tl.sqrt(rest * longest)
+    if IDW:
+        wrong *= 2
+    wrong += unsure * (length + longest)
+    wrong = tl.where(length + longest >= 4e9, float("inf"), wrong)  # 16 bit may not hold them
     if IDW:
         scores = 2 * scores - square[None, :]
     some = (block * BN + i < n)[None, :]
     scores = tl.where(some, scores, float("-inf"))
     best = tl.max(scores, 1)
-    key = ((best[:, None] - scores).to(tl.int32, bitcast=True) & (NONE - (BN - 1))) | i[None, :]
-    key = tl.where(some, key, NONE)
-    last = tl.full([BT], -1, tl.int32)
+    key = ((best[:, None] - scores).to(tl.int32, bitcast=True) & (LARGEST - (BN - 1))) | i[None, :]
+    key = tl.where(some, key, (LARGEST - (BN - 1)) | i[None, :])
     out = (row * 2 + part) * BLOCKS + block
-    for j in range(M):
-        last = tl.min(tl.where(key > last[:, None], key, NONE), 1)
-        tl.store(found + out * M + j, last, mask=real)
+    least = tl.zeros([BT], tl.int32)
+    for j in range(M):  # the lowest key from `least` on: those below it wrap around to large numbers
+        ahead = (key - least[:, None]).to(tl.uint32, bitcast=True)
+        least += tl.min(ahead, 1).to(tl.int32, bitcast=True)
+        tl.store(found + out * M + j, least, mask=real)
+        least += 1
     tl.store(bounds + out * 2, best, mask=real)
     tl.store(bounds + out * 2 + 1, wrong, mask=real)
 
 
 @triton.jit
+def _ordered(x, some):
+    """x where `some`, else and in place of NaN -inf: every place in an order is then taken once."""
+    return tl.where(some & (x == x), x, float("-inf"))
+
+
+@triton.jit
 def _before(x, i, y, j):
-    """Whether (x, i) comes before (y, j): the larger first (NaN as the lowest), the lower index first among equals."""
-    x, y = tl.where(x == x, x, float("-inf")), tl.where(y == y, y, float("-inf"))
+    """Whether (x, i) comes before (y, j): the larger first, the lower index first among equals."""
     return (x > y) | ((x == y) & (i < j))
 
 
@@ -156,10 +167,15 @@ def _ranks(x, i):
 
 
 @triton.jit
-def _placed(x, rank, M: tl.constexpr):
-    """`[2, M]` with x `[2, N]` where `rank` says; 0 where no rank points."""
-    here = rank[:, None, :] == tl.arange(0, M)[None, :, None]
-    return tl.sum(tl.where(here, x[:, None, :], tl.zeros_like(x)[:, None, :]), 2)
+def _count_before(x, i, scores, indices, part, size, SIZE: tl.constexpr, BR: tl.constexpr):
+    """How many of the first `size` entries in memory, `[2, SIZE]`, come before each of (x, i) `[2, M]`."""
+    count = tl.zeros_like(i)
+    for start in range(0, size, BR):
+        j = start + tl.arange(0, BR)[None, :]
+        y = tl.load(scores + part * SIZE + j, mask=j < size, other=float("-inf"))
+        k = tl.load(indices + part * SIZE + j, mask=j < size, other=LARGEST)
+        count += tl.sum(_before(y[:, None, :], k[:, None, :], x[:, :, None], i[:, :, None]).to(tl.int32), 2)
+    return count
 
 
 @triton.jit
@@ -178,19 +194,17 @@ def _scores(q, keys, i, some, H, n, eps, F: tl.constexpr, BM: tl.constexpr, BF: 
     score = tl.sum(total, 2)
     if IDW:
         score = -tl.log(eps + score)
-    return tl.where(some, score, float("-inf"))
+    return _ordered(score, some)
 
 
 @triton.jit
-def _pair_sums(pairs, p, score, i, rank, n):
-    """Pairs `p` of the two sorted halves: sums of scores, and slots; -inf and slots behind all others where there is none."""
+def _pair_sums(pairs, index, half, p, n, TOP: tl.constexpr):
+    """Pairs `p` of the two sorted halves: sums of scores and slots; -inf and slots behind all others where there is none."""
     pair = tl.load(pairs + p)
-    part = tl.arange(0, 2)[None, :]
-    place = tl.where(part == 0, (pair & 0xFF)[:, None], (pair >> 8)[:, None])
-    here = rank[None, :, :] == place[:, :, None]
-    total = tl.sum(tl.sum(tl.where(here, score[None, :, :], 0.0), 2), 1)
-    slot = tl.sum(tl.sum(tl.where(here, i[None, :, :], 0), 2) * tl.where(part == 0, n, 1), 1)
-    return tl.where(pair >= 0, total, float("-inf")), tl.where(pair >= 0, slot, NONE - p)
+    a, b, some = pair & 0xFF, pair >> 8, pair >= 0
+    total = tl.load(half + a, mask=some, other=0.0) + tl.load(half + TOP + b, mask=some, other=0.0)
+    slot = tl.load(index + a, mask=some, other=0) * n + tl.load(index + TOP + b, mask=some, other=0)
+    return _ordered(total, some), tl.where(some, slot, LARGEST - p)
 
 
 @triton.jit
@@ -230,6 +244,7 @@ def _finish(
     keys,
     found,
     bounds,
+    scratch,
     pairs,
     index,
     half,
@@ -248,6 +263,8 @@ def _finish(
     M: tl.constexpr,
     BC: tl.constexpr,
     BM: tl.constexpr,
+    BR: tl.constexpr,
+    BK: tl.constexpr,
     F: tl.constexpr,
     BF: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -270,51 +287,65 @@ def _finish(
     # which candidates may be among the best
     j = tl.arange(0, BC)[None, :]
     at, inside = (row * 2 + part) * BLOCKS + j // M, j // M < BLOCKS
-    key = tl.load(found + at * M + j % M, mask=inside, other=NONE)
-    there = key != NONE
-    i = tl.where(there, j // M * BN + (key & (BN - 1)), n + j)
-    away = (key & (NONE - (BN - 1))).to(tl.float32, bitcast=True)
-    about = tl.load(bounds + at * 2, mask=inside, other=0.0) - away
-    about = tl.where(there, about, float("-inf"))
+    key = tl.load(found + at * M + j % M, mask=inside, other=LARGEST)
+    i = j // M * BN + (key & (BN - 1))
+    there = inside & (i < n)
+    i = tl.where(there, i, n + j)
+    away = (key & (LARGEST - (BN - 1))).to(tl.float32, bitcast=True)
+    about = _ordered(tl.load(bounds + at * 2, mask=inside, other=0.0) - away, there)
     wrong = tl.max(tl.load(bounds + at * 2 + 1, mask=inside, other=0.0), 1)
-    rank = _ranks(about, i)
+    rank = j + tl.zeros([2, BC], tl.int32) if BLOCKS == 1 else _ranks(about, i)
     least = tl.min(tl.where(rank < TOP, about - CUT * away, float("inf")), 1) - 2 * wrong
     near = there & (about >= least[:, None])
-    missed = (near & ((j % M == M - 1) | (rank >= BM))) | (wrong == float("inf"))[:, None]
+    missed = (near & ((j % M == M - 1) | (rank >= BM)) & (n > M)) | (wrong == float("inf"))[:, None]
     some = near | (rank < TOP)
+    own_index, own_half = index + row * 2 * TOP, half + row * 2 * TOP
+    own_scores, own_places = scratch + row * 4 * BM, (scratch + row * 4 * BM + 2 * BM).to(tl.pointer_type(tl.int32))
     if BM < BC:
-        i = _placed(i, tl.where(some, rank, BC), BM)
+        tl.store(own_places + part * BM + rank, i, mask=some & (rank < BM))
+        tl.debug_barrier()
         some = r < tl.sum(some.to(tl.int32), 1)[:, None]
+        i = tl.load(own_places + part * BM + r, mask=some, other=0)
+        tl.debug_barrier()
     score = _scores(own_q, own_keys, i, some, H, n, eps, F, BM, BF, IDW)
     i = tl.where(some, i, n + r)
-    rank = _ranks(score, i)
+    if BM <= BR:
+        rank = _ranks(score, i)
+    else:
+        tl.store(own_scores + part * BM + r, score)
+        tl.store(own_places + part * BM + r, i)
+        tl.debug_barrier()
+        rank = _count_before(score, i, own_scores, own_places, part, BM, BM, BR)
+    tl.store(own_index + part * TOP + rank, i, mask=rank < TOP)
+    tl.store(own_half + part * TOP + rank, score, mask=rank < TOP)
     if tl.max(tl.max(missed.to(tl.int32), 1), 0) > 0:  # one that is no candidate may be among the best: score all
-        best = tl.full([2, BM], float("-inf"), tl.float32)
-        best_i = NONE - r + tl.zeros([2, BM], tl.int32)
+        o = tl.arange(0, BK)[None, :]
         for b in range(tl.cdiv(n, BM)):
+            tl.debug_barrier()
             i = b * BM + r + tl.zeros([2, BM], tl.int32)
             score = _scores(own_q, own_keys, i, i < n, H, n, eps, F, BM, BF, IDW)
-            behind = _before(score[:, None, :], i[:, None, :], best[:, :, None], best_i[:, :, None]).to(tl.int32)
-            rank = _ranks(score, i) + tl.sum(1 - behind, 1)
-            old_rank = r + tl.sum(behind, 2)
-            best = _placed(best, old_rank, BM) + _placed(score, rank, BM)
-            best_i = _placed(best_i, old_rank, BM) + _placed(i, rank, BM)
-        score = best
-        i = best_i
-        rank = r + tl.zeros([2, BM], tl.int32)
-    to = (row * 2 + part) * TOP + rank
-    tl.store(index + to, i, mask=rank < TOP)
-    tl.store(half + to, score, mask=rank < TOP)
+            tl.store(own_scores + part * BM + r, score)
+            tl.store(own_places + part * BM + r, i)
+            tl.debug_barrier()
+            size = tl.where(b > 0, TOP, 0)
+            old = tl.load(own_half + part * TOP + o, mask=o < size, other=float("-inf"))
+            old_i = tl.load(own_index + part * TOP + o, mask=o < size, other=LARGEST)
+            rank = _count_before(score, i, own_scores, own_places, part, BM, BM, BR)
+            rank += _count_before(score, i, own_half, own_index, part, size, TOP, BR)
+            old_rank = o + _count_before(old, old_i, own_scores, own_places, part, BM, BM, BR)
+            tl.debug_barrier()
+            tl.store(own_index + part * TOP + rank, i, mask=rank < TOP)
+            tl.store(own_half + part * TOP + rank, score, mask=rank < TOP)
+            tl.store(own_index + part * TOP + old_rank, old_i, mask=(o < size) & (old_rank < TOP))
+            tl.store(own_half + part * TOP + old_rank, old, mask=(o < size) & (old_rank < TOP))
     # the best pairs
-    total, slot = _pair_sums(pairs, tl.arange(0, PAIRS), score, i, rank, n)
-    if PAIRS == BP:
-        place_of = tl.sum(_before(total[None, :], slot[None, :], total[:, None], slot[:, None]).to(tl.int32), 1)
-    else:
-        place_of = tl.zeros([PAIRS], tl.int32)
-        for start in range(0, PAIRS, BP):
-            more, more_slots = _pair_sums(pairs, start + tl.arange(0, BP), score, i, rank, n)
-            before = _before(more[None, :], more_slots[None, :], total[:, None], slot[:, None])
-            place_of += tl.sum(before.to(tl.int32), 1)
+    tl.debug_barrier()
+    total, slot = _pair_sums(pairs, own_index, own_half, tl.arange(0, PAIRS), n, TOP)
+    place_of = tl.zeros([PAIRS], tl.int32)
+    for start in range(0, PAIRS, BP):
+        more, more_slots = _pair_sums(pairs, own_index, own_half, start + tl.arange(0, BP), n, TOP)
+        before = _before(more[None, :], more_slots[None, :], total[:, None], slot[:, None])
+        place_of += tl.sum(before.to(tl.int32), 1)
     chosen = place_of < TOP
     weight = tl.where(chosen, tl.exp(total - tl.max(total, 0)), 0.0)
     weight = weight / tl.sum(weight, 0)
@@ -409,8 +440,8 @@ def _search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float, reading
     q, keys = q.contiguous(), keys.contiguous()
     block_n = min(MOST_IN_BLOCK, max(16, triton.next_power_of_2(n)))
     blocks = triton.cdiv(n, block_n)
-    candidates = top_k + (0 if blocks > 1 and top_k >= 16 else SPARE)  # of a block: that all are in one is improbable
-    block_f = 32 if half_size <= 32 else 64
+    candidates = min(top_k + SPARE, block_n)
+    block_f = 32
     size_f = triton.cdiv(half_size, block_f) * block_f
     tables = groups * 2 * heads
     rounded = q.new_empty(tables, blocks * block_n, size_f, dtype=torch.float32 if INTERPRETING else torch.float16)
@@ -428,6 +459,7 @@ def _search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float, reading
     idw = score == "idw"
     block_t = 64 if groups * tokens * heads >= 1 << 12 else 16
     block_m = max(16, triton.next_power_of_2(top_k + 1))
+    scratch = q.new_empty(*shape[:3], 4, block_m, dtype=torch.float32)
     with on_device(q):
         _prepare[(tables, rounded.shape[1] // 16)](
             keys, rounded, squares, lost, n, F=half_size, FP=size_f, NP=rounded.shape[1], ROWS=16, BF=block_f
@@ -451,8 +483,7 @@ def _search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float, reading
             BT=block_t,
             BF=block_f,
             IDW=idw,
-            SPLIT=q.dtype == torch.float32 and not INTERPRETING,
-            num_warps=4,
+            num_warps=8,
             num_stages=3,
         )
         _finish[(groups * tokens * heads,)](
@@ -460,6 +491,7 @@ def _search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float, reading
             keys,
             best,
             bounds,
+            scratch,
             pairs,
             *(found.index, found.half, found.slots, found.weights),
             *(reading or (None,) * 5),
@@ -471,8 +503,10 @@ def _search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float, reading
             M=candidates,
             BC=max(16, triton.next_power_of_2(blocks * candidates)),
             BM=block_m,
+            BR=16,
+            BK=max(16, triton.next_power_of_2(top_k)),
             F=half_size,
-            BF=min(64, triton.next_power_of_2(half_size)),
+            BF=min(32, triton.next_power_of_2(half_size)),
             BLOCKS=blocks,
             BN=block_n,
             PAIRS=pairs.shape[0],
@@ -482,7 +516,7 @@ def _search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float, reading
             READ=reading is not None,
             PLACED=reading is not None and reading[2] is not None,
             KEEP=reading is not None and reading[3] is not None,
-            num_warps=2 if block_m <= 16 else 4 if block_m <= 64 else 8,
+            num_warps=1 if block_m <= 16 else 4 if block_m <= 64 else 8,
         )
     return found
 
@@ -622,21 +656,25 @@ def _key_gradient(
     BT: tl.constexpr,
     IDW: tl.constexpr,
 ):
-    """What `steps` blocks of tokens add to the gradient of a block of sub-keys: the matrix of pulls, made here, times queries."""
+    """What `steps` blocks of tokens add to the gradient of a block of sub-keys: the matrix of pulls, made here, times queries.
+
+    index, pull: `[G, H, 2, k, T]`.
+    """
     i = tl.program_id(0) * BN + tl.arange(0, BN)
-    tables = tl.num_programs(1)
-    table, split = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    tables, parts = tl.num_programs(1), tl.cdiv(F, BF)
+    table, split = tl.program_id(1).to(tl.int64), tl.program_id(2) // parts
     g, part, h = table // (2 * H), table // H % 2, table % H
-    f = tl.arange(0, BF)
+    f = tl.program_id(2) % parts * BF + tl.arange(0, BF)
     total = tl.zeros([BN, BF], tl.float32)
     pulls = tl.zeros([BN], tl.float32)
     for step in range(split * steps, tl.minimum(split * steps + steps, tl.cdiv(T, BT))):
         t = step * BT + tl.arange(0, BT)
         row = ((g * T + t) * H + h) * 2 + part
         mix = tl.zeros([BN, BT], tl.float32)
-        for j in range(TOP):
-            own = tl.load(index + row * TOP + j, mask=t < T, other=-1)
-            c = tl.load(pull + row * TOP + j, mask=t < T, other=0.0)
+        kept = ((g * H + h) * 2 + part) * TOP * T + t
+        for j in tl.static_range(TOP):
+            own = tl.load(index + kept + j * T, mask=t < T, other=-1)
+            c = tl.load(pull + kept + j * T, mask=t < T, other=0.0)
             mix = tl.where(i[:, None] == own[None, :], c[None, :], mix)
         x = read_values(q + row[:, None] * F + f[None, :], (t < T)[:, None] & (f < F)[None, :]).to(tl.float32)
         total = tl.dot(mix, x, total, input_precision="tf32x3")
@@ -737,16 +775,17 @@ def key_gradient(q: Tensor, keys: Tensor, found: Found, score: str, pull: Tensor
     groups, tokens, heads, top_k = found.slots.shape
     n, half_size = keys.shape[3:]
     tables, block_n, block_t = groups * 2 * heads, 64, 32
+    block_f = min(KEY_BF, max(16, triton.next_power_of_2(half_size)))
     blocks = triton.cdiv(tokens, block_t)
     splits = max(1, min(blocks, 512 // (triton.cdiv(n, block_n) * tables)))
     steps = triton.cdiv(blocks, splits)
     parts = q.new_empty(splits, *keys.shape, dtype=torch.float32)
     with on_device(q):
-        _key_gradient[(triton.cdiv(n, block_n), tables, splits)](
+        _key_gradient[(triton.cdiv(n, block_n), tables, splits * triton.cdiv(half_size, block_f))](
             q.contiguous(),
             keys.contiguous(),
-            found.index,
-            pull,
+            found.index.movedim(1, -1).contiguous(),
+            pull.movedim(1, -1).contiguous(),
             parts,
             tokens,
             heads,
@@ -754,11 +793,11 @@ def key_gradient(q: Tensor, keys: Tensor, found: Found, score: str, pull: Tensor
             steps,
             TOP=top_k,
             F=half_size,
-            BF=max(16, triton.next_power_of_2(half_size)),
+            BF=block_f,
             BN=block_n,
             BT=block_t,
             IDW=score == "idw",
-            num_warps=8,
+            num_warps=KEY_W,
         )
     return parts.sum(0)
 
