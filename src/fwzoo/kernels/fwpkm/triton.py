@@ -128,7 +128,7 @@ class _Call:
         real = torch.nn.functional.pad(self.real, (0, clock.chunks * size - clock.ticks))
         tokens = real.unflatten(1, (clock.chunks, size)).sum(2, dtype=torch.int32)
         tokens = (tokens.sum(0, keepdim=True, dtype=torch.int32) if self.options.shared else tokens).t()
-        tokens = torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % 4))  # aligned rows
+        tokens = torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % 4)).contiguous()  # aligned rows
         for i in range(clock.chunks):
             due, start = clock.due(i), max(i * size, clock.first)
             width = min((i + 1) * size, clock.ticks) - start
