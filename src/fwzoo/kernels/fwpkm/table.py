@@ -597,21 +597,6 @@ class Chunk(NamedTuple):
     tokens: Tensor
 
 
-class Work(NamedTuple):
-    """What is kept of a chunk until it is written.
-
-    Attributes:
-        residual: `[X, V]`. peak: `[X]`, largest number of each.
-        rank: int32 `[X * E]`, which of its slot's an entry is; -1: it does not write. sub_rank: int32 `[X * 2 * E]`, the same
-            of its sub-key's.
-    """
-
-    residual: Tensor
-    peak: Tensor
-    rank: Tensor
-    sub_rank: Tensor
-
-
 class Table:
     """The tables of G memories.
 
@@ -651,8 +636,21 @@ class Table:
             self.cursors = torch.zeros(
                 updates + 1, 2, dtype=torch.int64, device=device
             )  # the last row: rows of the pool
+            # of a chunk, from when it is read until it is written: residuals, the largest number of each, and which of its
+            # slot's (its sub-key's) an entry is, -1 where it is none; then the pieces, and the entries slot by slot
+            entries = tokens * self.entries
+            self.residual, self.peak = (
+                torch.empty(tokens, self.width, device=device),
+                torch.empty(tokens, device=device),
+            )
+            ints = torch.empty(6, entries, dtype=torch.int32, device=device)
+            self.rank, self.entry_row, self.sub_rank, self.sub_row = ints[0], ints[1], ints[2:4], ints[4:6]
+            floats = torch.empty(3, entries, device=device)
+            self.entry_weight, self.sub_weight = floats[0], floats[1:]
+            self.pieces = torch.empty(5, entries, dtype=torch.int32, device=device)
+            self.sub_pieces = torch.empty(5, 2 * entries, dtype=torch.int32, device=device)
             # rows and sub-keys that are added up in several pieces
-            large = [tokens * self.entries // PIECE + 1, 2 * tokens * self.entries // SUB_PIECE + 1]
+            large = [entries // PIECE + 1, 2 * entries // SUB_PIECE + 1]
             self.sums = torch.zeros(large[0], self.width, dtype=torch.float64, device=device)
             self.sub_sums = torch.zeros(large[1], state.keys.shape[4], dtype=torch.float64, device=device)
             self.finished, self.sub_finished = (torch.zeros(x, dtype=torch.int32, device=device) for x in large)
@@ -663,33 +661,24 @@ class Table:
             self.pool = self.held.new_empty(min(self.limit, room), self.width)
             self.bound = 0
 
-    def read(self, found: Any, o: Tensor, chunk: Chunk, write: bool) -> tuple[Tensor | None, Work | None]:
-        """Read the slots `found` of a chunk into `o` `[N, ticks, V]`.
+    def read(self, found: Any, o: Tensor, chunk: Chunk, write: bool) -> Tensor | None:
+        """Read the slots `found` of a chunk into `o` `[N, ticks, V]`; `write` keeps what writing it needs.
 
-        Returns: where the rows lie, int32 `[X * E]`, if they are to be found again (None: in `values`); and what `write` needs.
+        Returns: where the rows lie, int32 `[X * E]`, if they are to be found again (None: in `values`).
         """
         tokens, options = o.shape[0] * chunk.width, self.options
-        made = {"device": o.device}
-        work = None
-        if write:
-            work = Work(
-                residual=torch.empty(tokens, self.width, **made),
-                peak=torch.empty(tokens, **made),
-                rank=torch.empty(tokens * self.entries, dtype=torch.int32, **made),
-                sub_rank=torch.empty(tokens * 2 * self.entries, dtype=torch.int32, **made),
-            )
         numbers = self.numbers if self.places or self.changed else None
         kept = None
         if self.keep and numbers is not None:
-            kept = torch.empty(tokens * self.entries, dtype=torch.int32, **made)
+            kept = torch.empty(tokens * self.entries, dtype=torch.int32, device=o.device)
         with on_device(o):
             _read_kernel[(tokens,)](
                 *(found.slots, found.weights, numbers, self.values, self.held, self.pool, self.held.shape[0]),
                 *(self.line, o, kept),
                 *((found.index, found.half) if write else (None, None)),
                 *((chunk.v, chunk.target, chunk.known, chunk.real, chunk.due, chunk.gate) if write else [None] * 6),
-                *((work.residual, work.peak, self.count, work.rank) if work else [None] * 4),
-                *((self.sub_count, work.sub_rank, self.use[self.stamp]) if work else [None] * 3),
+                *((self.residual, self.peak, self.count, self.rank) if write else [None] * 4),
+                *((self.sub_count, self.sub_rank, self.use[self.stamp]) if write else [None] * 3),
                 *(chunk.width, chunk.total, chunk.start, tokens // self.groups, chunk.first, chunk.read),
                 E=self.entries,
                 V=self.width,
@@ -706,19 +695,16 @@ class Table:
                 **_tile(self.entries, self.width),
                 num_warps=READ,
             )
-        return kept, work
+        return kept
 
-    def write(self, found: Any, work: Work, q: Tensor, keys: Tensor, chunk: Chunk) -> Tensor:
+    def write(self, found: Any, q: Tensor, keys: Tensor, chunk: Chunk) -> Tensor:
         """Move the rows by what a chunk of queries `[G, T, H, K]` read, and the sub-keys `[G, 2, H, n, F]`: the new ones."""
         self._reserve()
-        options, tokens, width, size = self.options, work.peak.shape[0], self.width, keys.shape[4]
+        options, tokens, width, size = self.options, self.peak.shape[0], self.width, keys.shape[4]
         entries, moves = tokens * self.entries, options.address_loss
         P, line, per = self.held.shape[0], self.line, tokens // self.groups
         cursors, use, sub_bound = self.cursors[self.stamp], self.use[self.stamp], self.sub_bounds[self.stamp]
         self.stamp += 1
-        pieces, sub_pieces = (torch.empty(5, x, dtype=torch.int32, device=q.device) for x in (entries, 2 * entries))
-        entry_row, sub_row = pieces.new_empty(entries), pieces.new_empty(2 * entries)
-        entry_weight, sub_weight = work.peak.new_empty(entries), work.peak.new_empty(2 * entries)
         blocks, at_once = triton.cdiv(entries, LINE), max(1, 512 // triton.next_power_of_2(options.top_k))
         if options.score == "dot":
             at_once = min(at_once, max(1, 8192 // triton.next_power_of_2(size)))
@@ -727,8 +713,8 @@ class Table:
         wide, new_keys = _tile(1, width)["BV"], keys.clone() if moves else keys
         with on_device(q):
             _allocate_kernel[(blocks + (triton.cdiv(2 * entries, LINE) if moves else 0),)](
-                *(found.slots, work.rank, self.count, self.begin, pieces, self.numbers, self.before, self.written),
-                *(self.stamps, found.index, work.sub_rank, self.sub_count, self.sub_begin, sub_pieces),
+                *(found.slots, self.rank, self.count, self.begin, self.pieces, self.numbers, self.before, self.written),
+                *(self.stamps, found.index, self.sub_rank, self.sub_count, self.sub_begin, self.sub_pieces),
                 *(cursors, self.cursors[-1], P, line, per, entries, self.stamp, blocks),
                 **sizes,
                 KEEP=self.keep,
@@ -738,8 +724,17 @@ class Table:
                 num_warps=8,
             )
             _place_kernel[(blocks + (self.groups * sub_blocks if moves else 0),)](
-                *(found.slots, found.weights, work.rank, self.begin, work.peak, self.bounds, entry_row, entry_weight),
-                *(q, found.index, found.half, work.sub_rank, self.sub_begin, sub_bound, sub_row, sub_weight),
+                *(
+                    found.slots,
+                    found.weights,
+                    self.rank,
+                    self.begin,
+                    self.peak,
+                    self.bounds,
+                    self.entry_row,
+                    self.entry_weight,
+                ),
+                *(q, found.index, found.half, self.sub_rank, self.sub_begin, sub_bound, self.sub_row, self.sub_weight),
                 *(use, chunk.tokens, line, per, entries, blocks, sub_blocks),
                 **sizes,
                 F=size,
@@ -750,7 +745,16 @@ class Table:
                 BF=triton.next_power_of_2(size),
             )
             _write_kernel[(min(PROGRAMS, entries),)](
-                *(pieces, self.numbers, self.before, self.count, self.bounds, entry_row, entry_weight, work.residual),
+                *(
+                    self.pieces,
+                    self.numbers,
+                    self.before,
+                    self.count,
+                    self.bounds,
+                    self.entry_row,
+                    self.entry_weight,
+                    self.residual,
+                ),
                 *(self.values, self.held, self.pool, self.sums, self.finished, cursors),
                 *(P, line, options.value_lr, entries),
                 V=width,
@@ -764,7 +768,7 @@ class Table:
             )
             if moves:
                 _keys_kernel[(min(PROGRAMS, 2 * entries),)](
-                    *(sub_pieces, q, keys, new_keys, self.sub_count, sub_bound, sub_row, sub_weight),
+                    *(self.sub_pieces, q, keys, new_keys, self.sub_count, sub_bound, self.sub_row, self.sub_weight),
                     *(self.sub_sums, self.sub_finished, cursors[1:], options.key_lr, 2 * entries),
                     BINS=2 * self.heads * self.sub,
                     F=size,

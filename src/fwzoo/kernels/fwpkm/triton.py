@@ -110,13 +110,13 @@ class _Call:
             q = q_stream[:, chunk.start : chunk.start + chunk.width]
             q = q.reshape(self.keys.shape[0], -1, *q.shape[2:]).contiguous()
             found = search(q, self.keys, options.top_k, options.score, options.score_eps)
-            kept, work = self.table.read(found, o, chunk, write)
+            kept = self.table.read(found, o, chunk, write)
             if steps is not None:
                 steps.append((chunk, q, self.keys, found, kept))
             if watching():
                 reads.append(found)
-            if work is not None:
-                self.keys = self.table.write(found, work, q, self.keys, chunk)
+            if write:
+                self.keys = self.table.write(found, q, self.keys, chunk)
         if reads:
             slots, weights = in_token_order(clock, reads)
             keep_read(slots.long(), weights)
