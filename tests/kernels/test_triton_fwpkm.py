@@ -164,6 +164,16 @@ def test_many_entries_of_one_slot(sizes: tuple[int, int, int], monkeypatch: Any)
 
 
 @triton
+def test_a_pool_that_is_too_small_grows(monkeypatch: Any) -> None:
+    monkeypatch.setattr(importlib.import_module("fwzoo.kernels.fwpkm.table"), "ROOM", 0)
+    tokens, weights = small(1, 13, n=8)
+    with torch.no_grad():
+        plain, end = call("fwpkm", tokens, weights, level="chunk")
+        found, state = call("fwpkm", tokens, weights, level="triton")
+    assert error(found, plain) < 1e-5 and same(state, end, weights, 1e-5)
+
+
+@triton
 def test_sixteen_bit_inputs_and_tables() -> None:
     tokens, weights = small(1, 6)
     narrow = {n: x if n == "gate" else x.bfloat16() for n, x in tokens.items()}
