@@ -23,7 +23,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from fwzoo.kernels import pkm
+from fwzoo.kernels import fwpkm, pkm
+from fwzoo.kernels.contract import discarding_states
+from fwzoo.kernels.fwpkm.chunk import Memory
+from fwzoo.kernels.fwpkm.overlay import Overlay
+from fwzoo.kernels.fwpkm.state import Options, empty_state
 from fwzoo.kernels.product_keys import select
 from kernels import BANDWIDTH, timed, versions
 
@@ -122,6 +126,72 @@ def swiglu(T: int, **_: int) -> Call:
     return forward
 
 
+# --- the read of FwPKM and its write after it: a chunk of T tokens of one memory ---
+
+
+def writing(T: int) -> tuple[Reading, Tensor, Tensor, Any, Any]:
+    """Inputs of a read, values `[1, T, V]`, gates `[1, T]`, the state before and the options of a chunk of T tokens."""
+    given = Reading.draw(T=T)
+    v, gate = draw(1, T, given.table.shape[1]), torch.rand(1, T, device="cuda")
+    options = Options(
+        **{"chunk_size": T, "lookahead": False, "normalize_targets": True, "scope": "batch", "group": None},
+        **{"top_k": given.top_k, "score": "idw", "score_eps": 1e-3, "row_averaging": True, "gate_weighting": True},
+        **{"address_loss": True, "value_lr": 1.0, "key_lr": 1.0, "max_slots": None, "evict": False},
+    )
+    state = empty_state(1, given.queries[0], v, gate, given.keys[0], given.table, options, torch.float32)
+    return given, v, gate, state, options
+
+
+def chunk_write(T: int) -> Call:
+    """The chunk level's own classes."""
+    given, v, gate, state, options = writing(T)
+    memory = Memory(state.keys, Overlay(given.table, state), options)
+    real = torch.ones(1, T, dtype=torch.bool, device="cuda")
+
+    def call(i: int) -> None:
+        with torch.no_grad():
+            v_hat, selection = memory.read(given.queries[i])
+            memory.update(selection, v_hat, given.queries[i], v, gate, real, real)
+
+    return call
+
+
+def triton_write(T: int) -> Call:
+    """The kernels of one chunk. They are made for a row of chunks: what one leaves behind is cleared before the next."""
+    from fwzoo.kernels.fwpkm.table import Chunk, Table
+    from fwzoo.kernels.product_key_search import search
+
+    given, v, gate, state, options = writing(T)
+    table = Table(given.table, state, options, heads=1, updates=1, tokens=T, keep=False)
+    target, real = torch.arange(T, device="cuda")[None], torch.ones(1, T, dtype=torch.bool, device="cuda")
+    number = torch.full((1,), T, dtype=torch.int32, device="cuda")
+    chunk = Chunk(0, T, T, 0, T, v, gate, target, real, real, None, number)
+    o = torch.empty_like(v)
+
+    def call(i: int) -> Tensor:
+        table.stamp = 0
+        table.cursors[0].zero_()
+        table.use.zero_()
+        q = given.queries[i]
+        found = search(q, state.keys, options.top_k, options.score, options.score_eps)
+        table.read(found, o, chunk, write=True)
+        return table.write(found, q, state.keys, chunk)
+
+    return call
+
+
+def triton_call(T: int) -> Call:
+    """The operator: the same, and what a call does once (a map of the slots, the clock), without a state to go on from."""
+    given, v, gate, _, options = writing(T)
+    named = {"chunk_size": T, "scope": "batch", "lookahead": False, "top_k": options.top_k, "level": "triton"}
+
+    def call(i: int) -> Tensor:
+        with torch.no_grad(), discarding_states():
+            return fwpkm(given.queries[i], v, gate, given.keys[0], given.table, **named)[0]
+
+    return call
+
+
 # --- PKM: 4 heads x top-32, n 512, forward and backward ---
 
 
@@ -168,6 +238,15 @@ GROUPS: dict[str, Group] = {
         lambda T, V=512, **_: 4.0 * T * V * (8 + 1 + 1),
         "compiled",
         axis="n",
+    ),
+    "fwpkm read + write": Group(
+        LENGTHS,
+        {"swiglu mlp": swiglu, "chunk level": chunk_write, "triton call": triton_call, "triton": triton_write},
+        # read rows, queries and outputs; then the residuals of a token's slots, and at least the rows once more in and out
+        lambda T, V=512, **_: 4.0 * T * V * (8 + 1 + 1) + 4.0 * V * (T + 2 * min(8 * T, 512 * 512)),
+        "swiglu mlp",
+        {"T 512": 2.2, "T 4096": 1.0, "T 32768": 1.0},
+        axis="T",
     ),
     "pkm forward + backward": Group(
         {"T 8192": {"T": 8192}},

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import contract
 
@@ -93,35 +94,45 @@ class Clock:
         self.batch, self.tokens, self.device = like.shape[0], like.shape[1], like.device
         self.chunk, self.lookahead, self.shared = chunk, lookahead, shared
         self.sequences = self.batch if bounds is None else len(bounds) - 1
-        token, present = self._tokens(mask, bounds)
-        if shared:
+        token, present, sizes = self._tokens(mask, bounds)
+        if mask is None and group is None:  # the real tokens are the first of every sequence
+            lengths = [max(sizes, default=0)] if shared else sizes
+        elif shared:
             tick = _any_rank(present.any(0), group)
             token, present = _pad(token, tick.shape[0])[:, tick], _pad(present, tick.shape[0])[:, tick]
-            lengths = torch.full((1,), token.shape[1], device=self.device)
+            lengths = [token.shape[1]]
         else:
             order = torch.argsort((~present).long(), dim=1, stable=True)
             token, present = token.gather(1, order), present.gather(1, order)
-            lengths = present.sum(1)
-        self.count, self.total = count.tolist(), (count + lengths).tolist()
+            lengths = present.sum(1).tolist()
+        self.count = known_count(count)
+        self.total = [waiting + length for waiting, length in zip(self.count, lengths, strict=True)]
         self.ticks = max(self.total, default=0)
         self.chunks = -(-self.ticks // chunk)
-        self.first = 0 if any(self._due(0)) else min(self.count, default=0)
+        self.first = 0 if any(self.due(0)) else min(self.count, default=0)
         self._plain = mask is None and bounds is None and not any(self.count) and self.ticks == self.tokens
         if self._plain:
             self.real = present
         else:
             self._place(token, present, pending, count.expand(self.sequences))
 
-    def _tokens(self, mask: Tensor | None, bounds: list[int] | None) -> tuple[Tensor, Tensor]:
-        """Flat index of every token of every sequence `[N, T']`, and whether it is a real one."""
+    def on_device(self, numbers: Sequence[int]) -> Tensor:
+        """int64 numbers on the device, without waiting for it."""
+        if len(set(numbers)) == 1:
+            return torch.full((len(numbers),), numbers[0], device=self.device)
+        made = torch.tensor(numbers, dtype=torch.long)
+        return made.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else made
+
+    def _tokens(self, mask: Tensor | None, bounds: list[int] | None) -> tuple[Tensor, Tensor, list[int]]:
+        """Flat index of every token of every sequence `[N, T']`, whether it is a real one, and how many there are of each."""
         starts = [b * self.tokens for b in range(self.batch)] if bounds is None else bounds[:-1]
         sizes = [self.tokens] * self.batch if bounds is None else [b - a for a, b in itertools.pairwise(bounds)]
         column = torch.arange(max(sizes), device=self.device)
-        token = torch.tensor(starts, device=self.device)[:, None] + column
-        present = column < torch.tensor(sizes, device=self.device)[:, None]
+        token = self.on_device(starts)[:, None] + column
+        present = column < self.on_device(sizes)[:, None]
         if mask is not None:
             present = present & mask.reshape(-1)[torch.where(present, token, 0)]
-        return token, present
+        return token, present, sizes
 
     def _place(self, token: Tensor, present: Tensor, pending: Tensor, count: Tensor) -> None:
         """Index of the source of every tick: new tokens first, then pending ones, then nothing (-1)."""
@@ -172,12 +183,12 @@ class Clock:
     def steps(self) -> Iterator[tuple[slice, Tensor | None]]:
         """Of every chunk: the ticks to read, and which sequences are updated after them, bool `[N, 1]` (None: no one is)."""
         for step in range(self.chunks):
-            due, start = self._due(step), step * self.chunk
-            now = torch.tensor(due, dtype=torch.bool, device=self.device)[:, None] if any(due) else None
+            due, start = self.due(step), step * self.chunk
+            now = self.on_device(due).bool()[:, None] if any(due) else None
             part = slice(max(start, self.first), start + self.chunk)
             yield part, None if now is None else now.expand(self.sequences, 1)
 
-    def _due(self, step: int) -> list[bool]:
+    def due(self, step: int) -> list[bool]:
         """Which memories have what their update of chunk `step` waits for."""
         end = (step + 1) * self.chunk
         return [total > end or (not self.lookahead and total == end) for total in self.total]
@@ -194,7 +205,7 @@ class Clock:
 
     def pending(self, stream: Tensor) -> Tensor:
         """The ticks that wait for their update after this call `[N, C, ...]`, 0 where there are none."""
-        start = torch.tensor([self._start(total) for total in self.total], device=self.device).expand(self.sequences)
+        start = self.on_device([self._start(total) for total in self.total]).expand(self.sequences)
         column = start[:, None] + torch.arange(self.chunk, device=self.device)
         if self.ticks == 0:
             return stream.new_zeros(self.sequences, self.chunk, *stream.shape[2:])
@@ -203,11 +214,27 @@ class Clock:
 
     def new_count(self) -> Tensor:
         """int64 `[G]`: how many ticks wait after this call."""
-        return torch.tensor([total - self._start(total) for total in self.total], device=self.device)
+        count = [total - self._start(total) for total in self.total]
+        return remember_count(self.on_device(count), count)
 
     def _start(self, total: int) -> int:
         last = max(total - 1, 0) if self.lookahead else total
         return last // self.chunk * self.chunk
+
+
+_COUNTS = WeakIdKeyDictionary()  # counts of pending ticks that were made here: (version, the numbers)
+
+
+def remember_count(count: Tensor, numbers: list[int]) -> Tensor:
+    """`count`, of which `known_count` will know that it holds `numbers`."""
+    _COUNTS[count] = (count._version, numbers)
+    return count
+
+
+def known_count(count: Tensor) -> list[int]:
+    """The numbers in `count`. The device is waited for only where they are not known."""
+    version, numbers = _COUNTS.get(count, (None, None))
+    return list(numbers) if version == count._version else count.tolist()
 
 
 def pending_targets(v: Tensor, real: Tensor, lookahead: bool) -> tuple[Tensor, Tensor]:

@@ -52,6 +52,7 @@ NO_TRITON = _no_triton()  # why there is no Triton to use, or None
 
 _debug: ContextVar[bool] = ContextVar("fwzoo_debug", default=False)
 _overwriting: ContextVar[bool] = ContextVar("fwzoo_overwriting", default=False)
+_discarding: ContextVar[bool] = ContextVar("fwzoo_discarding", default=False)
 
 
 @contextlib.contextmanager
@@ -87,6 +88,21 @@ def overwriting_states() -> Iterator[None]:
 def may_overwrite_states() -> bool:
     """Whether `overwriting_states()` is active here."""
     return _overwriting.get()
+
+
+@contextlib.contextmanager
+def discarding_states(enabled: bool = True) -> Iterator[None]:
+    """Within this context nobody uses the state that an operator returns: where making it is work, it may be the given one."""
+    token = _discarding.set(enabled)
+    try:
+        yield
+    finally:
+        _discarding.reset(token)
+
+
+def may_discard_states() -> bool:
+    """Whether `discarding_states()` is active here."""
+    return _discarding.get()
 
 
 @dataclass(frozen=True)

@@ -347,6 +347,14 @@ class FwzooModel(FwzooPreTrainedModel):
         parts = (part for layer in self.layers for part in (layer.mixer, layer.feed_forward, layer.memory))
         return all(part is None or getattr(part, "steps_alike", False) for part in parts)
 
+    def steps_left(self, cache: FastWeightCache) -> int | None:
+        """How many tokens can be decoded one by one until a layer does other work than before; None: any number."""
+        owners = ("mixer", "feed_forward", "memory")
+        layers = zip(self.layers, cache.layers, strict=True)
+        parts = ((getattr(layer, owner), past.memory(owner)) for layer, past in layers for owner in owners)
+        left = [part.steps_left(memory) for part, memory in parts if hasattr(part, "steps_left")]
+        return min(left, default=None)
+
     def memories(self) -> dict[int, StagedBuffers]:
         """The memory of every layer that has one, by layer number."""
         slots = ((i, slot) for i, layer in enumerate(self.layers) for slot in (layer.feed_forward, layer.memory))

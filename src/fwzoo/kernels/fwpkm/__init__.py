@@ -5,14 +5,23 @@ Source: "Fast-weight Product Key Memory" (2026).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import contract
-from ..contract import Op
-from ..product_keys import check_finite, check_query_and_keys, check_retrieval, check_table
+from ..contract import Limits, Op
+from ..product_keys import (
+    check_finite,
+    check_query_and_keys,
+    check_retrieval,
+    check_table,
+    search_cannot,
+    tables_fit,
+)
 from ..samples import FLOATS, Draw, Sample, Samples
 from . import chunk
 from .chunk import fwpkm_chunk
@@ -20,6 +29,9 @@ from .reference import fwpkm_reference
 from .state import FwpkmState, Options, empty_state, fingerprint
 
 __all__ = ["FwpkmState", "fwpkm", "fwpkm_flush"]
+
+MOST_PLACES = 1 << 28  # slots of all memories that the Triton kernels keep a map of, 16 bytes each
+LARGEST_VALUE = 2048  # V that they take
 
 
 def _samples(draw: Draw) -> Samples:
@@ -31,7 +43,47 @@ def _samples(draw: Draw) -> Samples:
         yield Sample(score, tokens, gate, tables, {"chunk_size": 64, "score": score}, FLOATS[:1])
 
 
-FWPKM = contract.register(Op("fwpkm", {"reference": fwpkm_reference, "chunk": fwpkm_chunk}, samples=_samples))
+def _triton(*arguments: Any) -> tuple[Tensor, FwpkmState]:
+    from .triton import fwpkm_triton  # only here: fwzoo does not need triton
+
+    return fwpkm_triton(*arguments)
+
+
+def _limits(
+    few: bool,
+    backward: bool,
+    *,
+    top_k: int = 8,
+    group: Any = None,
+    max_slots: int | None = None,
+    places: int = 0,
+    **_: Any,
+) -> Limits:
+    """places: slots of all memories together."""
+    if group is not None:
+        return Limits(cannot="a memory shared by a process group is pooled by level 'chunk' only")
+    if max_slots is not None:
+        return Limits(cannot=f"max_slots is {max_slots}, and the Triton kernels do not bound what a memory writes")
+    if places > MOST_PLACES:
+        return Limits(cannot=f"the memories have {places} slots, and the Triton kernels take up to {MOST_PLACES}")
+    return Limits(cannot=search_cannot(top_k))
+
+
+def _fits(tensors: Sequence[Tensor]) -> str | None:
+    if tensors[-1].shape[-1] > LARGEST_VALUE:
+        return f"V is {tensors[-1].shape[-1]}, and the Triton kernels take V up to {LARGEST_VALUE}"
+    return tables_fit(tensors)
+
+
+FWPKM = contract.register(
+    Op(
+        "fwpkm",
+        {"reference": fwpkm_reference, "chunk": fwpkm_chunk, "triton": _triton},
+        samples=_samples,
+        limits=_limits,
+        fits=_fits,
+    )
+)
 
 
 def fwpkm(
@@ -83,7 +135,7 @@ def fwpkm(
         state: `FwpkmState` to continue from; `keys` and `values` must be those it was made from.
         mask: bool `[B, T]`, True for real tokens.
         cu_seqlens: int64 `[S + 1]`, boundaries of documents packed along T (B must be 1); the state then has N = S rows.
-        level: "auto", "reference" or "chunk".
+        level: "auto", "reference", "chunk" or "triton" (CUDA tensors, K and n up to 1,024, top_k up to 64, V up to 2,048).
 
     Returns:
         The values read `[B, T, V]` in the dtype of v (rows of masked tokens are 0), and the complete `FwpkmState`.
@@ -130,7 +182,9 @@ def fwpkm(
     state = empty if state is None else _check_state(state, empty, sequences, keys, values, options)
     check_finite(mask, q=q, v=v, gate=gate)
     check_finite(None, keys=state.keys, values=values)
-    run = FWPKM.resolve(level, q.shape[1])
+    places = state.keys.shape[0] * values.shape[0]
+    limits = _limits(False, False, top_k=top_k, group=group, max_slots=max_slots, places=places)
+    run = FWPKM.resolve(level, q.shape[1], (q, keys, values), limits)
     if q.is_meta:  # no values to choose slots by: shapes only, those of a memory that has not written yet
         return torch.empty_like(v), state
     return run(q, v, gate, keys.detach(), values.detach(), options, state, mask, bounds)
@@ -186,10 +240,29 @@ def _check_state(
         contract.same_device(f"state.{name}", field, values)
         if not like.is_floating_point() and field.dtype != like.dtype:
             raise ValueError(f"state.{name} has dtype {field.dtype}; it must be {like.dtype}")
-    expected = fingerprint(keys, values)
-    if not values.is_meta and not torch.allclose(state.base, expected, rtol=1e-9, atol=1e-9):
+    if not values.is_meta and not _made_from(state.base, fingerprint(keys, values)):
         raise ValueError(
             f"state was made from other tables (sums {state.base[0].tolist()}); keys and values must be those it was made "
-            f"from (sums {expected.tolist()})"
+            f"from (sums {fingerprint(keys, values).tolist()})"
         )
-    return FwpkmState(*(x.detach().to(like.dtype) for x, like in zip(state, empty, strict=True)))
+    # tensors that need no change as they are: of some, it is known what they hold
+    pairs = zip(state, empty, strict=True)
+    return FwpkmState(
+        *(x if x.dtype == like.dtype and not x.requires_grad else x.detach().to(like.dtype) for x, like in pairs)
+    )
+
+
+_MADE_FROM = WeakIdKeyDictionary()  # base of a state: (its version, the sums that it was found to equal)
+
+
+def _made_from(base: Tensor, expected: Tensor) -> bool:
+    """Whether a state with these sums is of the tables with those. The device is asked once for a tensor."""
+    if base.is_cuda and torch.cuda.is_current_stream_capturing():
+        return True  # nothing can be asked now; what is captured ran before
+    version, sums = _MADE_FROM.get(base, (None, None))
+    if version == base._version and sums is expected:
+        return True
+    same = torch.allclose(base, expected, rtol=1e-9, atol=1e-9)
+    if same:
+        _MADE_FROM[base] = base._version, expected
+    return same

@@ -5,6 +5,8 @@ Source: "Fast-weight Product Key Memory" (2026).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -70,17 +72,17 @@ def fwpkm_chunk(
         base=state.base,
     )
     if reads:
-        _keep(clock, reads)
+        keep_read(*in_token_order(clock, reads))
     return clock.back(torch.cat(joined, 1) if joined else o).to(v.dtype), new
 
 
-def _keep(clock: Clock, reads: list[Selection]) -> None:
-    """Hand what was selected to `watch()`, in the order of the tokens."""
+def in_token_order(clock: Clock, reads: list[Any]) -> list[Tensor]:
+    """Slots and weights `[B, T, H, k]` of what was selected chunk by chunk."""
     streams = []
     for field in ("slots", "weights"):
         rows = [getattr(selection, field) for selection in reads]
         streams.append(clock.back(torch.cat([x.reshape(clock.sequences, -1, *x.shape[2:]) for x in rows], 1)))
-    keep_read(*streams)
+    return streams
 
 
 def fwpkm_flush(state: FwpkmState, values: Tensor, options: Options) -> FwpkmState:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..clock import FastOptions
+from ..clock import FastOptions, remember_count
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def empty_state(
         v=v.new_zeros(sequences, chunk, v.shape[2]),
         gate=gate.new_zeros(sequences, chunk),
         real=torch.zeros(sequences, chunk, dtype=torch.bool, device=device),
-        count=torch.zeros(groups, dtype=torch.long, device=device),
+        count=remember_count(torch.zeros(groups, dtype=torch.long, device=device), [0] * groups),
         base=fingerprint(keys, values).repeat(groups, 1),
     )
 

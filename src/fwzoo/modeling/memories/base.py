@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...kernels.contract import discarding_states
 from ..blocks import at_least_float32
 
 _generating: ContextVar[bool] = ContextVar("fwzoo_generating", default=False)
@@ -96,7 +97,8 @@ class FastMemory(StagedBuffers):
         past = {} if memory is None else memory.read()
         options = {"mask": mask, "cu_seqlens": cu_seqlens, "scope": self.scope, "group": self.group}
         try:
-            v_hat, state = self.remember(q, v, gate, past, **options)
+            with discarding_states(memory is None and not self.carries):
+                v_hat, state = self.remember(q, v, gate, past, **options)
         except ValueError as error:
             raise ValueError(f"layer {self.layer_index}: {error}") from error
         if memory is not None:

@@ -5,13 +5,13 @@ Source: "Fast-weight Product Key Memory" (2026).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers import initialization as init
 
-from ...kernels import FwpkmState, fwpkm, fwpkm_flush
+from ...kernels import FwpkmState, explain, fwpkm, fwpkm_flush
 from ...kernels.costs import Cost
 from ...registry import register_feed_forward
 from .base import FastMemory, query_scale
@@ -25,6 +25,7 @@ class FwpkmMemory(FastMemory):
     """
 
     operator = staticmethod(fwpkm)
+    steps_alike: ClassVar[bool] = True  # but for the token with which a chunk is written
 
     def __init__(self, config: Any, layer_index: int) -> None:
         super().__init__(config, layer_index, config.fwpkm_heads * config.memory_key_dim)
@@ -39,6 +40,18 @@ class FwpkmMemory(FastMemory):
         state = self.state(past) if past else None
         own = {**self._options(), "level": self.config.kernel_level}
         return fwpkm(q, v, gate, self.keys, self.values, state=state, **own, **options)
+
+    def steps_left(self, memory: Any) -> int:
+        """How many tokens can be decoded one by one before a chunk is written (asks the device)."""
+        waiting = int(memory.read()["count"].max())
+        return self.config.memory_chunk_size - waiting - (not self.config.lookahead)
+
+    @property
+    def steps_are_kernels(self) -> bool:
+        """Whether a step waits for nothing on the device, so that a graph can hold it."""
+        query = self.values.new_empty(1, 1, self.config.fwpkm_heads, self.config.memory_key_dim)
+        choice = explain(fwpkm, query, self.keys, self.values, **self._options())
+        return (choice.level if self.config.kernel_level == "auto" else self.config.kernel_level) == "triton"
 
     def cost(self, tokens: int) -> Cost:
         """What `tokens` tokens cost; distances count as products, and a token writes as many rows as it can."""

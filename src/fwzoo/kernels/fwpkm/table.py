@@ -1,0 +1,878 @@
+"""The tables of all memories during a call on a GPU: a map from slots to rows, and the kernels that read and write rows.
+
+A written row lies in `held`, the rows of the incoming state, which stay as they are, or in a pool that only grows. Which
+one is said by a number: 0 for the checkpoint's row, 1 to P for the rows of `held`, more for the pool.
+
+While a chunk is read, every entry (a token and one of the slots that it reads) counts itself at its slot. When the chunk is
+written, every slot gets a run of places, its entries are put there, and added up in pieces. Atomic additions decide in what
+order they lie, so they are added up exactly: as whole multiples of a unit that the largest of a slot sets, in float64, where
+any order gives the same bits.
+
+Axis letters: X tokens of a chunk, all sequences after one another; E = H * k entries a token; S = n * n slots.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..gpu import on_device, read
+from .state import FwpkmState, Options
+
+TILE = 4096  # numbers that a program holds at a time
+LINE = 1024  # entries of a program that handles them one by one
+PIECE, SUB_PIECE, MOST = 32, 64, 32  # least entries of a piece of a slot and of a sub-key; most pieces
+WRITE, KEYS, READ = (4, 4), (8, 2), 4
+PROGRAMS = 4224  # that write rows: as many as an H200 runs at once
+ROOM = 512 << 20  # bytes that the pool may have to spare without looking at how much of it is used
+UNIT = 40  # the use of a sub-key is counted in units of 2^-UNIT
+
+
+@triton.jit
+def _unit(bound):
+    """What to add to float64 numbers and to take away again, so that up to 2^18 of them add up without rounding.
+
+    bound: the bits of a float32 that is at least as large as any of them.
+    """
+    power = (bound & 0x7F800000).to(tl.float32, bitcast=True)
+    return power.to(tl.float64) * 786432.0
+
+
+@triton.jit
+def _rows(number, slot, ok, values, held, pool, P, c, V: tl.constexpr, WRITTEN: tl.constexpr):
+    """The rows `[., BV]` of slots in float32. number: where they lie; not WRITTEN: all in `values`."""
+    inside = ok[:, None] & (c < V)[None, :]
+    at = values + slot.to(tl.int64)[:, None] * V + c[None, :]
+    if WRITTEN:
+        own = (number > 0)[:, None]
+        place = (number - 1).to(tl.int64)[:, None]
+        row = tl.where(place < P, held + place * V, pool + (place - P) * V) + c[None, :]
+        old = read(at, inside & (number <= 0)[:, None]).to(tl.float32)
+        return tl.where(own, read(row, inside & own).to(tl.float32), old)
+    else:
+        return read(at, inside).to(tl.float32)
+
+
+@triton.jit
+def _normalised(x, c, V: tl.constexpr):
+    """One row with mean 0 and variance 1."""
+    mean = tl.sum(x, 0) / V
+    centred = tl.where(c < V, x - mean, 0.0)
+    return centred / tl.sqrt(tl.sum(centred * centred, 0) / V + 1e-5)
+
+
+@triton.jit(do_not_specialize=["P", "S1", "W", "L", "start", "per", "first", "L_out"])
+def _read_kernel(
+    slots,
+    weights,
+    numbers,
+    values,
+    held,
+    pool,
+    P,
+    S1,
+    o,
+    kept,
+    index,
+    half,
+    v,
+    target,
+    known,
+    real,
+    due,
+    gate,
+    residual,
+    peak,
+    count,
+    rank,
+    sub_count,
+    sub_rank,
+    use,
+    W,
+    L,
+    start,
+    per,
+    first,
+    L_out,
+    E: tl.constexpr,
+    V: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    N_SUB: tl.constexpr,
+    WRITES: tl.constexpr,
+    KEYS: tl.constexpr,
+    GATED: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    UNIT: tl.constexpr,
+    BE: tl.constexpr,
+    BH: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """What one token reads; when its chunk is written, also its residual, and its entries are counted."""
+    x = tl.program_id(0).to(tl.int64)
+    n, g = x // W, x // per
+    tick = n * L + start + x - n * W
+    c, e = tl.arange(0, BV), tl.arange(0, BE)
+    total = tl.zeros([BV], tl.float32)
+    for begin in range(0, E, BE):
+        ok = begin + e < E
+        at = x * E + begin + e
+        slot = tl.load(slots + at, mask=ok, other=0)
+        number = slot
+        if numbers is not None:
+            number = tl.load(numbers + g * S1 + slot, mask=ok, other=0)
+            if kept is not None:
+                tl.store(kept + at, number, mask=ok)
+        weight = tl.load(weights + at, mask=ok, other=0.0)
+        rows = _rows(number, slot, ok, values, held, pool, P, c, V, numbers is not None)
+        total += tl.sum(rows * weight[:, None], 0)
+    out = n * L_out + start - first + x - n * W
+    tl.store(o + out * V + c, total.to(o.dtype.element_ty), mask=c < V)
+    if WRITES:
+        now = 1
+        if due is not None:
+            now = tl.load(due + n).to(tl.int32)
+        alive = tl.load(known + tick).to(tl.int32) * now
+        goal = read(v + (n * L + tl.load(target + tick)) * V + c, c < V * alive).to(tl.float32)
+        if NORMALIZE:
+            goal = _normalised(goal, c, V)
+        step = tl.where(c < V * alive, goal - total, 0.0)
+        if GATED:
+            step = step * tl.load(gate + tick).to(tl.float32)
+        tl.store(residual + x * V + c, step, mask=c < V)
+        tl.store(peak + x, tl.max(tl.abs(step), 0))
+        for begin in range(0, E, BE):
+            ok = begin + e < E
+            at = x * E + begin + e
+            slot = tl.load(slots + at, mask=ok, other=0)
+            place = tl.atomic_add(count + g * S1 + slot, 1, mask=begin + e < E * alive, sem="relaxed")
+            tl.store(rank + at, tl.where(alive > 0, place, -1), mask=ok)
+        if KEYS:
+            alive = tl.load(real + tick).to(tl.int32) * now
+            r, j = tl.arange(0, BH), tl.arange(0, BK)
+            ok = (r < 2 * H)[:, None] & (j < K)[None, :]
+            at = (x * 2 * H + r)[:, None] * K + j[None, :]
+            score = tl.load(half + at, mask=ok, other=float("-inf"))
+            share = tl.exp(score - tl.max(score, 1)[:, None])
+            share = share / tl.sum(share, 1)[:, None]
+            table = ((g * 2 + r % 2) * H + r // 2) * N_SUB
+            bin = table[:, None] + tl.load(index + at, mask=ok, other=0)
+            counts = (r < 2 * H)[:, None] & (j < K * alive)[None, :]
+            place = tl.atomic_add(sub_count + bin, 1, mask=counts, sem="relaxed")
+            tl.store(sub_rank + at, tl.where(alive > 0, place, -1), mask=ok)
+            whole = (share.to(tl.float64) * (1 << UNIT)).to(tl.int64)
+            tl.atomic_add(use + bin, whole, mask=counts, sem="relaxed")
+
+
+@triton.jit
+def _piece(size, PIECE: tl.constexpr, MOST: tl.constexpr):
+    """Entries of a piece of a bin of `size` entries, and how many pieces it has."""
+    length = tl.maximum((size + (MOST - 1)) // MOST, PIECE)
+    return length, (size + length - 1) // length
+
+
+@triton.jit
+def _runs(head, bin, count, begin, pieces, limit, cursor, PIECE: tl.constexpr, MOST: tl.constexpr):
+    """A run of places for the entries of every bin, and the pieces in which they are added up.
+
+    head: whether a lane speaks for a bin. begin: of every bin, its first place.
+    pieces: `[5, limit]`, of every piece its bin, first place and entries, the bin's entries, and where the bin is added up if
+    it has several (-1: it has one). cursor: places, and 2^32 times pieces.
+    """
+    size = tl.load(count + bin, mask=head, other=0)
+    length, parts = _piece(size, PIECE, MOST)
+    both = size.to(tl.int64) + (parts.to(tl.int64) << 32)
+    first = tl.atomic_add(cursor, tl.sum(both, 0)) + tl.cumsum(both, 0) - both
+    start, part = (first & 0xFFFFFFFF).to(tl.int32), (first >> 32).to(tl.int32)
+    tl.store(begin + bin, start, mask=head)
+    shared = tl.where(parts > 1, start // PIECE, -1)  # a bin of several is longer than PIECE, so this is its own
+    for i in range(0, tl.max(parts, 0)):
+        to, ok = pieces + part + i, i < parts
+        tl.store(to, bin, mask=ok)
+        tl.store(to + limit, start + i * length, mask=ok)
+        tl.store(to + 2 * limit, tl.minimum(size - i * length, length), mask=ok)
+        tl.store(to + 3 * limit, size, mask=ok)
+        tl.store(to + 4 * limit, shared, mask=ok)
+
+
+@triton.jit
+def _sub_bin(r, index, per, H: tl.constexpr, N_SUB: tl.constexpr):
+    """Sub-key `index` of a half of a token and head, among all: rows r of `[G, T, H, 2]` to `[G, 2, H, n]`."""
+    return ((r // (2 * H * per) * 2 + r % 2) * H + r // 2 % H) * N_SUB + index
+
+
+@triton.jit(do_not_specialize=["P", "S1", "per", "entries", "stamp", "blocks"])
+def _allocate_kernel(
+    slots,
+    rank,
+    count,
+    begin,
+    pieces,
+    numbers,
+    before,
+    written,
+    stamps,
+    index,
+    sub_rank,
+    sub_count,
+    sub_begin,
+    sub_pieces,
+    cursors,
+    used,
+    P,
+    S1,
+    per,
+    entries,
+    stamp,
+    blocks,
+    E: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    N_SUB: tl.constexpr,
+    KEEP: tl.constexpr,
+    PIECE: tl.constexpr,
+    SUB_PIECE: tl.constexpr,
+    MOST: tl.constexpr,
+    LINE: tl.constexpr,
+):
+    """Places and pieces of the slots, each by the first of its entries, and a row for it; and those of the sub-keys.
+
+    before: where the row of a slot was.
+    """
+    block = tl.program_id(0)
+    if block < blocks:
+        entry = block * LINE + tl.arange(0, LINE)
+        head = tl.load(rank + entry, mask=entry < entries, other=-1) == 0
+        g = entry // (per * E)
+        slot = g * S1 + tl.load(slots + entry, mask=head, other=0)
+        _runs(head, slot, count, begin, pieces, entries, cursors, PIECE, MOST)
+        old = tl.load(numbers + slot, mask=head, other=0)
+        tl.store(before + slot, old, mask=head)
+        fresh = (head & ((old <= P) | KEEP)).to(tl.int32)
+        place = P + tl.atomic_add(used, tl.sum(fresh, 0)) + tl.cumsum(fresh, 0)
+        tl.store(numbers + slot, place, mask=fresh > 0)
+        tl.store(written + slot, tl.load(stamps + g, mask=head, other=0) + stamp, mask=head)
+    else:
+        at = (block - blocks) * LINE + tl.arange(0, LINE)
+        some = tl.load(sub_rank + at, mask=at < 2 * entries, other=-1) == 0
+        bin = _sub_bin(at // K, tl.load(index + at, mask=some, other=0), per, H, N_SUB)
+        _runs(some, bin, sub_count, sub_begin, sub_pieces, 2 * entries, cursors + 1, SUB_PIECE, MOST)
+
+
+@triton.jit(do_not_specialize=["S1", "per", "entries", "blocks", "sub_blocks"])
+def _place_kernel(
+    slots,
+    weights,
+    rank,
+    begin,
+    peak,
+    bound,
+    entry_row,
+    entry_weight,
+    q,
+    index,
+    half,
+    sub_rank,
+    sub_begin,
+    sub_bound,
+    sub_row,
+    sub_weight,
+    use,
+    tokens,
+    S1,
+    per,
+    entries,
+    blocks,
+    sub_blocks,
+    E: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    F: tl.constexpr,
+    N_SUB: tl.constexpr,
+    IDW: tl.constexpr,
+    UNIT: tl.constexpr,
+    LINE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BK: tl.constexpr,
+    BF: tl.constexpr,
+):
+    """Put every entry into its place, with its weight; those of the sub-keys with their weights in the gradient.
+
+    bound, sub_bound: the largest number that an entry of a slot adds, and one of a memory's sub-keys, as bits.
+    sub_blocks: programs of a memory.
+    """
+    block = tl.program_id(0)
+    if block < blocks:
+        entry = block * LINE + tl.arange(0, LINE)
+        behind = tl.load(rank + entry, mask=entry < entries, other=-1)
+        some = behind >= 0
+        slot = entry // (per * E) * S1 + tl.load(slots + entry, mask=some, other=0)
+        weight = tl.load(weights + entry, mask=some, other=0.0)
+        to = tl.load(begin + slot, mask=some, other=0) + behind
+        tl.store(entry_row + to, entry // E, mask=some)
+        tl.store(entry_weight + to, weight, mask=some)
+        adds = tl.abs(weight * tl.load(peak + entry // E, mask=some, other=0.0))
+        tl.atomic_max(bound + slot, adds.to(tl.int32, bitcast=True), mask=some, sem="relaxed")
+    else:
+        g = (block - blocks) // sub_blocks
+        r, j = (block - blocks) % sub_blocks * ROWS + tl.arange(0, ROWS), tl.arange(0, BK)
+        there, r = r < 2 * H * per, r + g * 2 * H * per
+        ok = there[:, None] & (j < K)[None, :]
+        at = r.to(tl.int64)[:, None] * K + j[None, :]
+        which = tl.load(sub_rank + at, mask=ok, other=-1)
+        counts = which >= 0
+        score = tl.load(half + at, mask=ok, other=float("-inf"))
+        share = tl.exp(score - tl.where(there, tl.max(score, 1), 0.0)[:, None])
+        share = share / tl.where(there, tl.sum(share, 1), 1.0)[:, None]
+        bin = _sub_bin(r[:, None], tl.load(index + at, mask=ok, other=0), per, H, N_SUB)
+        number = tl.maximum(tl.load(tokens + g), 1).to(tl.float32)
+        total = tl.load(use + bin, mask=counts, other=0).to(tl.float64) * (1.0 / (1 << UNIT))
+        mean = total.to(tl.float32) / number
+        mean = tl.log(tl.where(mean > 0, mean, 1.0))
+        pull = share * (mean - tl.sum(share * mean, 1)[:, None]) / number
+        if IDW:
+            score = tl.where(ok, score, 0.0)
+            pull = 2.0 * pull * tl.exp(score)
+            most = tl.abs(pull) * tl.exp(-0.5 * score) * 1.01  # no difference is longer than its vector
+        else:
+            f = tl.arange(0, BF)
+            query = read(q + r.to(tl.int64)[:, None] * F + f[None, :], there[:, None] & (f < F)[None, :])
+            most = tl.abs(pull) * tl.max(tl.abs(query.to(tl.float32)), 1)[:, None]
+        place = tl.load(sub_begin + bin, mask=counts, other=0) + which
+        tl.store(sub_row + place, tl.broadcast_to(r[:, None], [ROWS, BK]), mask=counts)
+        tl.store(sub_weight + place, pull, mask=counts)
+        most = tl.max(tl.max(tl.where(counts, most, 0.0), 1), 0)
+        tl.atomic_max(sub_bound + g, most.to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def _joined(total, shared, whole, sums, finished, c, V: tl.constexpr, PIECE: tl.constexpr, MOST: tl.constexpr):
+    """Whether this piece of a bin is the last of `whole` entries to be added up, and then the sum of all.
+
+    sums: float64, of the bins of several pieces; 0 before and after. finished: how many of their pieces are.
+    """
+    last = shared < 0
+    if shared >= 0:
+        own = sums + shared.to(tl.int64) * V + c
+        tl.atomic_add(own, total, mask=c < V, sem="relaxed")
+        tl.debug_barrier()
+        _length, parts = _piece(whole, PIECE, MOST)
+        last = tl.atomic_add(finished + shared, 1, sem="acq_rel") == parts - 1
+        if last:
+            total = tl.load(own, mask=c < V, other=0.0, cache_modifier=".cg")
+            tl.store(own, tl.zeros_like(total), mask=c < V)
+            tl.store(finished + shared, 0)
+    return last, total
+
+
+@triton.jit(do_not_specialize=["P", "S1", "rate", "entries"])
+def _write_kernel(
+    pieces,
+    numbers,
+    before,
+    count,
+    bound,
+    entry_row,
+    entry_weight,
+    residual,
+    values,
+    held,
+    pool,
+    sums,
+    finished,
+    cursors,
+    P,
+    S1,
+    rate,
+    entries,
+    V: tl.constexpr,
+    AVERAGE: tl.constexpr,
+    PIECE: tl.constexpr,
+    MOST: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BE: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """One piece of a slot's entries after the other: what they add to its row."""
+    c, e = tl.arange(0, BV), tl.arange(0, BE)
+    for i in range(tl.program_id(0), (tl.load(cursors) >> 32).to(tl.int32), PROGRAMS):
+        slot, start, size = tl.load(pieces + i), tl.load(pieces + entries + i), tl.load(pieces + 2 * entries + i)
+        whole, shared = tl.load(pieces + 3 * entries + i), tl.load(pieces + 4 * entries + i)
+        one = tl.zeros([1], tl.int32)
+        old = tl.load(before + slot) + one
+        row = tl.reshape(_rows(old, slot % S1 + one, one == 0, values, held, pool, P, c, V, True), [BV])
+        new = (tl.load(numbers + slot) - 1 - P).to(tl.int64)
+        if whole == 1:
+            step = read(residual + tl.load(entry_row + start).to(tl.int64) * V + c, c < V)
+            total = (tl.load(entry_weight + start) * step).to(tl.float64)
+        else:
+            unit = _unit(tl.load(bound + slot))
+            total = tl.zeros([BV], tl.float64)
+            for first in range(0, size, BE):
+                ok = first + e < size
+                from_row = tl.load(entry_row + start + first + e, mask=ok, other=0).to(tl.int64)[:, None] * V
+                weight = tl.load(entry_weight + start + first + e, mask=ok, other=0.0)
+                step = read(residual + from_row + c[None, :], ok[:, None] & (c < V)[None, :]) * weight[:, None]
+                total += tl.sum((step.to(tl.float64) + unit) - unit, 0)
+        last, total = _joined(total, shared, whole, sums, finished, c, V, PIECE, MOST)
+        if last:
+            change = total.to(tl.float32) * (rate / (whole if AVERAGE else 1))
+            tl.store(pool + new * V + c, row + change, mask=c < V)
+            tl.store(count + slot, 0)
+            tl.store(bound + slot, 0)
+
+
+@triton.jit(do_not_specialize=["rate", "limit"])
+def _keys_kernel(
+    sub_pieces,
+    q,
+    keys,
+    new_keys,
+    sub_count,
+    sub_bound,
+    sub_row,
+    sub_weight,
+    sums,
+    finished,
+    cursors,
+    rate,
+    limit,
+    BINS: tl.constexpr,
+    F: tl.constexpr,
+    IDW: tl.constexpr,
+    PIECE: tl.constexpr,
+    MOST: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BE: tl.constexpr,
+    BF: tl.constexpr,
+):
+    """One piece of a sub-key's entries after the other: its gradient step. BINS: sub-keys of a memory."""
+    f, e = tl.arange(0, BF), tl.arange(0, BE)
+    for i in range(tl.program_id(0), (tl.load(cursors) >> 32).to(tl.int32), PROGRAMS):
+        bin, start = tl.load(sub_pieces + i), tl.load(sub_pieces + limit + i)
+        size, whole = tl.load(sub_pieces + 2 * limit + i), tl.load(sub_pieces + 3 * limit + i)
+        shared, at = tl.load(sub_pieces + 4 * limit + i), bin.to(tl.int64) * F + f
+        key, unit = tl.load(keys + at, mask=f < F, other=0.0), _unit(tl.load(sub_bound + bin // BINS))
+        total = tl.zeros([BF], tl.float64)
+        for first in range(0, size, BE):
+            ok = first + e < size
+            row = tl.load(sub_row + start + first + e, mask=ok, other=0).to(tl.int64)[:, None] * F
+            weight = tl.load(sub_weight + start + first + e, mask=ok, other=0.0)
+            query = read(q + row + f[None, :], ok[:, None] & (f < F)[None, :]).to(tl.float32)
+            if IDW:
+                query = query - key[None, :]
+            step = query * weight[:, None]
+            total += tl.sum((step.to(tl.float64) + unit) - unit, 0)
+        last, total = _joined(total, shared, whole, sums, finished, f, F, PIECE, MOST)
+        if last:
+            tl.store(new_keys + at, key - rate * total.to(tl.float32), mask=f < F)
+            tl.store(sub_count + bin, 0)
+
+
+@triton.jit(do_not_specialize=["P", "M", "halvings", "T", "C"])
+def _step_kernel(
+    slots,
+    weights,
+    found,
+    where,
+    values,
+    held,
+    P,
+    M,
+    halvings,
+    mask,
+    o,
+    q,
+    v,
+    gate,
+    count,
+    old_q,
+    old_v,
+    old_gate,
+    old_real,
+    T,
+    C,
+    E: tl.constexpr,
+    V: tl.constexpr,
+    QUERY: tl.constexpr,
+    BE: tl.constexpr,
+    BV: tl.constexpr,
+    BQ: tl.constexpr,
+):
+    """One token of a memory that is not written yet: what it reads, by binary search; and it is put with what waits.
+
+    found: slots of the state, `[G, M]`. where: their rows in `held`.
+    """
+    x = tl.program_id(0).to(tl.int64)
+    n = x // T
+    c, e = tl.arange(0, BV), tl.arange(0, BE)
+    alive = 1
+    if mask is not None:
+        alive = tl.load(mask + x).to(tl.int32)
+    total = tl.zeros([BV], tl.float32)
+    for begin in range(0, E, BE):
+        ok = begin + e < E * alive
+        slot = tl.load(slots + x * E + begin + e, mask=ok, other=0)
+        weight = tl.load(weights + x * E + begin + e, mask=ok, other=0.0)
+        number = slot
+        if found is not None:
+            at, half = n * M + tl.zeros([BE], tl.int64), M
+            for _ in range(halvings):
+                half = half // 2
+                at += tl.where(tl.load(found + at + half - 1, mask=ok, other=0) < slot, half, 0)
+            mine = ok & (tl.load(found + at, mask=ok, other=-1) == slot)
+            number = (tl.load(where + at, mask=mine, other=-1) + 1).to(tl.int32)
+        rows = _rows(number, slot, ok, values, held, held, P, c, V, found is not None)
+        total += tl.sum(rows * weight[:, None], 0)
+    tl.store(o + x * V + c, total.to(o.dtype.element_ty), mask=c < V)
+    to = n * C + tl.load(count + n) + x - n * T
+    d = tl.arange(0, BQ)
+    tl.store(old_q + to * QUERY + d, tl.load(q + x * QUERY + d, mask=d < QUERY), mask=d < QUERY * alive)
+    tl.store(old_v + to * V + c, tl.load(v + x * V + c, mask=c < V), mask=c < V * alive)
+    tl.store(old_gate + to, tl.load(gate + x).to(old_gate.dtype.element_ty), mask=alive > 0)
+    tl.store(old_real + to, alive > 0, mask=alive > 0)
+
+
+@triton.jit(do_not_specialize=["P", "W", "first", "L_out"])
+def _weights_backward_kernel(
+    d_o,
+    d_weights,
+    slots,
+    kept,
+    values,
+    held,
+    pool,
+    P,
+    W,
+    first,
+    L_out,
+    E: tl.constexpr,
+    V: tl.constexpr,
+    BE: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """Gradient of the weights of the rows that one token read, from that of what it read."""
+    x = tl.program_id(0).to(tl.int64)
+    n = x // W
+    c, e = tl.arange(0, BV), tl.arange(0, BE)
+    upstream = read(d_o + (n * L_out + first + x - n * W) * V + c, c < V).to(tl.float32)
+    for begin in range(0, E, BE):
+        ok = begin + e < E
+        at = x * E + begin + e
+        slot = tl.load(slots + at, mask=ok, other=0)
+        number = slot
+        if kept is not None:
+            number = tl.load(kept + at, mask=ok, other=0)
+        rows = _rows(number, slot, ok, values, held, pool, P, c, V, kept is not None)
+        tl.store(d_weights + at, tl.sum(rows * upstream[None, :], 1), mask=ok)
+
+
+class Chunk(NamedTuple):
+    """Where the tokens of a chunk lie in the streams, and what is known of them.
+
+    Attributes:
+        start, width: first tick, and how many. total: ticks of a stream. first, read: the first tick that is read in the
+            call, and how many are.
+        v: values `[N, L, V]`. gate `[N, L]`. target: int64 `[N, L]`. known, real: bool `[N, L]`.
+        due: bool `[N]`, sequences whose memory is written after this chunk; None: all.
+        tokens: int32 `[G]`, real tokens of the chunk.
+    """
+
+    start: int
+    width: int
+    total: int
+    first: int
+    read: int
+    v: Tensor
+    gate: Tensor
+    target: Tensor
+    known: Tensor
+    real: Tensor
+    due: Tensor | None
+    tokens: Tensor
+
+
+class Table:
+    """The tables of G memories.
+
+    Args:
+        values: the checkpoint's table `[n * n, V]`. state: where to start; none of its tensors is written.
+        updates: how often the call will write. tokens: most tokens of a chunk, all sequences together.
+        keep: never write a row twice, so that a backward pass finds the rows as they were read.
+    """
+
+    def __init__(
+        self, values: Tensor, state: FwpkmState, options: Options, heads: int, updates: int, tokens: int, keep: bool
+    ) -> None:
+        self.values, self.held, self.state, self.options = values, state.shared_rows.contiguous(), state, options
+        self.groups, self.size, self.width = state.slots.shape[0], values.shape[0], values.shape[1]
+        self.heads, self.sub, self.entries = heads, state.keys.shape[3], heads * options.top_k
+        self.keep, self.updates = keep, updates
+        self.places, device = state.slots.shape[1], values.device
+        self.numbers: Tensor | None = None
+        self.pool = self.held.new_empty(0, self.width)
+        self.changed = False
+        bins = state.keys.shape[:4].numel()
+        self.line = self.size // 4 * 4 + 4  # more by 1 to 4: for the unused places of the state's lists, and aligned
+        if updates or self.places:
+            self.numbers, self.written, *counts = torch.zeros(
+                5 if updates else 2, self.groups, self.line, dtype=torch.int32, device=device
+            )
+        if self.places:
+            self.numbers.scatter_(1, state.slots, state.where.int() + 1)  # type: ignore[union-attr]
+            self.written.scatter_(1, state.slots, state.written.int())
+        if updates:
+            self.stamps = self.written.amax(1)
+            self.count, self.bounds, self.before = counts
+            self.begin = torch.empty_like(self.count)
+            self.sub_count, self.sub_begin = torch.zeros(2, bins, dtype=torch.int32, device=device)
+            self.sub_bounds = torch.zeros(updates, triton.cdiv(self.groups, 4) * 4, dtype=torch.int32, device=device)
+            self.use = torch.zeros(updates, bins, dtype=torch.int64, device=device)
+            self.cursors = torch.zeros(
+                updates + 1, 2, dtype=torch.int64, device=device
+            )  # the last row: rows of the pool
+            # of a chunk, from when it is read until it is written: residuals, the largest number of each, and which of its
+            # slot's (its sub-key's) an entry is, -1 where it is none; then the pieces, and the entries slot by slot
+            entries = tokens * self.entries
+            self.residual, self.peak = (
+                torch.empty(tokens, self.width, device=device),
+                torch.empty(tokens, device=device),
+            )
+            ints = torch.empty(6, entries, dtype=torch.int32, device=device)
+            self.rank, self.entry_row, self.sub_rank, self.sub_row = ints[0], ints[1], ints[2:4], ints[4:6]
+            floats = torch.empty(3, entries, device=device)
+            self.entry_weight, self.sub_weight = floats[0], floats[1:]
+            self.pieces = torch.empty(5, entries, dtype=torch.int32, device=device)
+            self.sub_pieces = torch.empty(5, 2 * entries, dtype=torch.int32, device=device)
+            # rows and sub-keys that are added up in several pieces
+            large = [entries // PIECE + 1, 2 * entries // SUB_PIECE + 1]
+            self.sums = torch.zeros(large[0], self.width, dtype=torch.float64, device=device)
+            self.sub_sums = torch.zeros(large[1], state.keys.shape[4], dtype=torch.float64, device=device)
+            self.finished, self.sub_finished = (torch.zeros(x, dtype=torch.int32, device=device) for x in large)
+            self.stamp = 0
+            self.most = min(tokens * self.entries, self.groups * self.size)  # rows that a chunk can add
+            self.limit = updates * self.most if keep else min(updates * self.most, self.groups * self.size)
+            room = self.limit if keep else max(self.most, ROOM // (4 * self.width))
+            self.pool = self.held.new_empty(min(self.limit, room), self.width)
+            self.bound = 0
+
+    def read(self, found: Any, o: Tensor, chunk: Chunk, write: bool) -> Tensor | None:
+        """Read the slots `found` of a chunk into `o` `[N, ticks, V]`; `write` keeps what writing it needs.
+
+        Returns: where the rows lie, int32 `[X * E]`, if they are to be found again (None: in `values`).
+        """
+        tokens, options = o.shape[0] * chunk.width, self.options
+        numbers = self.numbers if self.places or self.changed else None
+        kept = None
+        if self.keep and numbers is not None:
+            kept = torch.empty(tokens * self.entries, dtype=torch.int32, device=o.device)
+        with on_device(o):
+            _read_kernel[(tokens,)](
+                *(found.slots, found.weights, numbers, self.values, self.held, self.pool, self.held.shape[0]),
+                *(self.line, o, kept),
+                *((found.index, found.half) if write else (None, None)),
+                *((chunk.v, chunk.target, chunk.known, chunk.real, chunk.due, chunk.gate) if write else [None] * 6),
+                *((self.residual, self.peak, self.count, self.rank) if write else [None] * 4),
+                *((self.sub_count, self.sub_rank, self.use[self.stamp]) if write else [None] * 3),
+                *(chunk.width, chunk.total, chunk.start, tokens // self.groups, chunk.first, chunk.read),
+                E=self.entries,
+                V=self.width,
+                H=self.heads,
+                K=options.top_k,
+                N_SUB=self.sub,
+                WRITES=write,
+                KEYS=options.address_loss,
+                GATED=options.gate_weighting,
+                NORMALIZE=options.normalize_targets,
+                UNIT=UNIT,
+                BH=triton.next_power_of_2(2 * self.heads),
+                BK=triton.next_power_of_2(options.top_k),
+                **_tile(self.entries, self.width),
+                num_warps=READ,
+            )
+        return kept
+
+    def write(self, found: Any, q: Tensor, keys: Tensor, chunk: Chunk) -> Tensor:
+        """Move the rows by what a chunk of queries `[G, T, H, K]` read, and the sub-keys `[G, 2, H, n, F]`: the new ones."""
+        self._reserve()
+        options, tokens, width, size = self.options, self.peak.shape[0], self.width, keys.shape[4]
+        entries, moves = tokens * self.entries, options.address_loss
+        P, line, per = self.held.shape[0], self.line, tokens // self.groups
+        cursors, use, sub_bound = self.cursors[self.stamp], self.use[self.stamp], self.sub_bounds[self.stamp]
+        self.stamp += 1
+        blocks, at_once = triton.cdiv(entries, LINE), max(1, 512 // triton.next_power_of_2(options.top_k))
+        if options.score == "dot":
+            at_once = min(at_once, max(1, 8192 // triton.next_power_of_2(size)))
+        sub_blocks = triton.cdiv(per * 2 * self.heads, at_once)
+        sizes = {"E": self.entries, "H": self.heads, "K": options.top_k, "N_SUB": self.sub, "LINE": LINE}
+        wide, new_keys = _tile(1, width)["BV"], keys.clone() if moves else keys
+        with on_device(q):
+            _allocate_kernel[(blocks + (triton.cdiv(2 * entries, LINE) if moves else 0),)](
+                *(found.slots, self.rank, self.count, self.begin, self.pieces, self.numbers, self.before, self.written),
+                *(self.stamps, found.index, self.sub_rank, self.sub_count, self.sub_begin, self.sub_pieces),
+                *(cursors, self.cursors[-1], P, line, per, entries, self.stamp, blocks),
+                **sizes,
+                KEEP=self.keep,
+                PIECE=PIECE,
+                SUB_PIECE=SUB_PIECE,
+                MOST=MOST,
+                num_warps=8,
+            )
+            _place_kernel[(blocks + (self.groups * sub_blocks if moves else 0),)](
+                *(
+                    found.slots,
+                    found.weights,
+                    self.rank,
+                    self.begin,
+                    self.peak,
+                    self.bounds,
+                    self.entry_row,
+                    self.entry_weight,
+                ),
+                *(q, found.index, found.half, self.sub_rank, self.sub_begin, sub_bound, self.sub_row, self.sub_weight),
+                *(use, chunk.tokens, line, per, entries, blocks, sub_blocks),
+                **sizes,
+                F=size,
+                IDW=options.score == "idw",
+                UNIT=UNIT,
+                ROWS=at_once,
+                BK=triton.next_power_of_2(options.top_k),
+                BF=triton.next_power_of_2(size),
+            )
+            _write_kernel[(min(PROGRAMS, entries),)](
+                *(
+                    self.pieces,
+                    self.numbers,
+                    self.before,
+                    self.count,
+                    self.bounds,
+                    self.entry_row,
+                    self.entry_weight,
+                    self.residual,
+                ),
+                *(self.values, self.held, self.pool, self.sums, self.finished, cursors),
+                *(P, line, options.value_lr, entries),
+                V=width,
+                AVERAGE=options.row_averaging,
+                PIECE=PIECE,
+                MOST=MOST,
+                PROGRAMS=PROGRAMS,
+                BE=min(WRITE[0], max(1, 2048 // wide)),
+                BV=wide,
+                num_warps=WRITE[1],
+            )
+            if moves:
+                _keys_kernel[(min(PROGRAMS, 2 * entries),)](
+                    *(self.sub_pieces, q, keys, new_keys, self.sub_count, sub_bound, self.sub_row, self.sub_weight),
+                    *(self.sub_sums, self.sub_finished, cursors[1:], options.key_lr, 2 * entries),
+                    BINS=2 * self.heads * self.sub,
+                    F=size,
+                    IDW=options.score == "idw",
+                    PIECE=SUB_PIECE,
+                    MOST=MOST,
+                    PROGRAMS=PROGRAMS,
+                    BE=KEYS[0],
+                    BF=max(16, triton.next_power_of_2(size)),
+                    num_warps=KEYS[1],
+                )
+        self.changed = True
+        return new_keys
+
+    def _reserve(self) -> None:
+        """Room in the pool for the rows of one more chunk."""
+        self.bound = min(self.bound + self.most, self.limit)
+        if self.bound <= self.pool.shape[0]:
+            return
+        used = int(self.cursors[-1, 0])  # waits for the device; before, no more than could have been used was counted
+        self.bound = min(used + self.most, self.limit)
+        if self.bound > self.pool.shape[0]:
+            pool = self.pool.new_empty(min(self.limit, max(self.bound, 2 * self.pool.shape[0])), self.width)
+            pool[:used] = self.pool[:used]
+            self.pool = pool
+
+    def fields(self) -> dict[str, Tensor]:
+        """The fields of the state that describe the table."""
+        if not self.changed or self.numbers is None:
+            return {name: getattr(self.state, name) for name in ("slots", "where", "written", "shared_rows")}
+        P, numbers = self.held.shape[0], self.numbers[:, : self.size]
+        memory, slot = torch.nonzero(numbers, as_tuple=True)
+        number = numbers[memory, slot].long() - 1
+        old = number < P
+        counts = torch.bincount(memory, minlength=self.groups)
+        # rows that are still held, in their order, and then the written ones, in that of their slots
+        still = torch.zeros(P, dtype=torch.bool, device=number.device)
+        still[number[old]] = True
+        kept, fresh = torch.nonzero(still)[:, 0], number[~old] - P
+        where = torch.where(old, 0, (~old).cumsum(0) - 1 + kept.shape[0])
+        if P:
+            where += torch.where(old, (still.cumsum(0) - 1)[number.clamp(max=P - 1)], 0)
+        rows = self.held.new_empty(kept.shape[0] + fresh.shape[0], self.width)
+        torch.index_select(self.held, 0, kept, out=rows[: kept.shape[0]])
+        torch.index_select(self.pool, 0, fresh, out=rows[kept.shape[0] :])
+        longest = int(counts.max()) if self.groups else 0
+        places = 1 << (longest - 1).bit_length() if longest else 0
+        rank = torch.arange(memory.shape[0], device=memory.device) - (counts.cumsum(0) - counts)[memory]
+
+        def spread(x: Tensor, empty: int) -> Tensor:
+            out = torch.full((self.groups, places), empty, device=x.device, dtype=torch.int64)
+            out[memory, rank] = x.long()
+            return out
+
+        return {
+            "slots": spread(slot, self.size),
+            "where": spread(where, -1),
+            "written": spread(self.written[memory, slot], 0),
+            "shared_rows": rows,
+        }
+
+
+def _tile(entries: int, width: int) -> dict[str, int]:
+    """Block sizes of kernels that hold some of a token's rows."""
+    wide = max(16, triton.next_power_of_2(width))
+    return {"BE": max(1, min(triton.next_power_of_2(entries), TILE // wide)), "BV": wide}
+
+
+def step(
+    found: Any, values: Tensor, state: FwpkmState, q: Tensor, v: Tensor, gate: Tensor, mask: Tensor | None
+) -> tuple[Tensor, FwpkmState]:
+    """A few tokens of memories that are not written after them: what they read `[N, T, V]`, and the state.
+
+    Args:
+        found: their slots. values: the checkpoint's table. state: its pending tensors are written here.
+        q: `[N, T, H, K]`. v: `[N, T, V]`. gate: `[N, T]`. mask: bool `[N, T]` or None; with one, T is 1.
+    """
+    entries, places, held = q.shape[2] * found.slots.shape[3], state.slots.shape[1], state.shared_rows
+    o = torch.empty_like(v)
+    with on_device(q):
+        _step_kernel[(q.shape[0] * q.shape[1],)](
+            *(found.slots, found.weights, state.slots if places else None, state.where if places else None),
+            *(values, held, held.shape[0], places, places.bit_length() - 1, mask, o, q, v, gate, state.count),
+            *(state.q, state.v, state.gate, state.real, q.shape[1], state.q.shape[1]),
+            E=entries,
+            V=v.shape[2],
+            QUERY=q.shape[2] * q.shape[3],
+            BQ=triton.next_power_of_2(q.shape[2] * q.shape[3]),
+            **_tile(entries, v.shape[2]),
+            num_warps=4,
+        )
+    return o, state._replace(count=state.count.add_(q.shape[1] if mask is None else mask[:, 0].long()))
+
+
+def weights_backward(d_o: Tensor, slots: Tensor, kept: Tensor | None, table: Table, chunk: Chunk) -> Tensor:
+    """Gradient of the weights `[G, T, H, k]` of a chunk's slots, from that of what is read in the call, `[N, ticks, V]`."""
+    d_weights = torch.empty(slots.shape, dtype=torch.float32, device=d_o.device)
+    with on_device(d_o):
+        _weights_backward_kernel[(d_o.shape[0] * chunk.width,)](
+            *(d_o, d_weights, slots, kept, table.values, table.held, table.pool, table.held.shape[0]),
+            *(chunk.width, chunk.start - chunk.first, chunk.read),
+            E=table.entries,
+            V=table.width,
+            **_tile(table.entries, table.width),
+            num_warps=4,
+        )
+    return d_weights
