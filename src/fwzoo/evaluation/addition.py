@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -27,9 +28,10 @@ from ..configuration import FwzooConfig
 from .experiment import Experiment, figure, matched, mean_and_range, parameters_of, prepare
 from .training import IGNORED, Batch, Schedule
 
-PLUS, EQUALS, PADDING = 10, 11, 12
+PLUS, EQUALS, PADDING, START = 10, 11, 12, 13
 VOCABULARY = 16
 """Digits are their own ids."""
+STAGES = 8
 
 
 def problems(widths: np.ndarray, rng: np.random.Generator, tokens: int | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -47,7 +49,7 @@ def problems(widths: np.ndarray, rng: np.random.Generator, tokens: int | None = 
     for i in range(longest):
         total[:, i + 1] += total[:, i] // 10
         total[:, i] %= 10
-    position = np.arange(3 * longest + 3 if tokens is None else tokens)[None]
+    position = np.arange(-1, 3 * longest + 3 if tokens is None else tokens - 1)[None]  # of the start token: -1
 
     def digits(number: np.ndarray, index: np.ndarray) -> np.ndarray:
         return np.take_along_axis(
@@ -56,8 +58,8 @@ def problems(widths: np.ndarray, rng: np.random.Generator, tokens: int | None = 
 
     answer = (position >= 2 * n + 2) & (position < 3 * n + 3)
     ids = np.select(
-        [position < n, position == n, position < 2 * n + 1, position == 2 * n + 1, answer],
-        [digits(a, position), PLUS, digits(b, position - n - 1), EQUALS, digits(total, position - 2 * n - 2)],
+        [position < 0, position < n, position == n, position < 2 * n + 1, position == 2 * n + 1, answer],
+        [START, digits(a, position), PLUS, digits(b, position - n - 1), EQUALS, digits(total, position - 2 * n - 2)],
         PADDING,
     )
     return ids, answer
@@ -66,7 +68,7 @@ def problems(widths: np.ndarray, rng: np.random.Generator, tokens: int | None = 
 def training_batch(step: int, batch_size: int, digits: int, seed: int) -> Batch:
     """The batch of a training step: widths uniform in 1 ... `digits`, rows of one length; ids and labels `[B, T]`."""
     rng = np.random.default_rng([seed, 1, step])
-    ids, answer = problems(rng.integers(1, digits + 1, batch_size), rng, 3 * digits + 3)
+    ids, answer = problems(rng.integers(1, digits + 1, batch_size), rng, 3 * digits + 4)
     return torch.from_numpy(ids), torch.from_numpy(np.where(answer, ids, IGNORED))
 
 
@@ -84,7 +86,9 @@ class Settings:
 
     Attributes:
         digits: N, the largest width in training. test_digits: the largest one in the test.
-        problems: test problems of every width. generate_every: generate the sums of every so many-th width.
+        batch_size: problems a step, at the full width. problems: test problems of every width.
+        growth: share of the steps over which the largest width of the training grows to `digits`; 0 means that it is so at once.
+        generate_every: generate the sums of every so many-th width.
     """
 
     digits: int = 32
@@ -96,7 +100,18 @@ class Settings:
     batch_size: int = 384
     lr: float = 2e-3
     problems: int = 256
+    growth: float = 0.5
     generate_every: int = 4
+
+    def longest(self, step: int) -> int:
+        """The largest width in a step of the training: it grows in `STAGES` equal stages, then it is `digits`."""
+        grown = step / (self.growth * self.steps) if self.growth else 1.0
+        return math.ceil(self.digits * min(STAGES, 1 + int(STAGES * grown)) / STAGES)
+
+    def batch(self, step: int, seed: int) -> Batch:
+        """The batch of a step; while numbers are shorter it has more rows, as many tokens as ever."""
+        longest = self.longest(step)
+        return training_batch(step, self.batch_size * (3 * self.digits + 4) // (3 * longest + 4), longest, seed)
 
 
 @dataclass(frozen=True)
@@ -161,10 +176,13 @@ def run(
     configs = {key: matched(functools.partial(model.config, settings), target) for key, model in models.items()}
     about = {"models": {key: asdict(model) for key, model in models.items()}, **asdict(settings)}
     with Experiment(out, name, about, console) as experiment:
-        for seed, (key, config) in itertools.product(seeds, configs.items()):
-            piece = f"{key} seed {seed}"
-            experiment.piece(piece, _train_and_test, experiment, piece, config, settings, seed)
-        runs = {key: [experiment.data["pieces"][f"{key} seed {seed}"] for seed in seeds] for key in models}
+        pieces = experiment.pieces(
+            {
+                f"{key} seed {seed}": (_train_and_test, experiment, f"{key} seed {seed}", config, settings, seed)
+                for seed, (key, config) in itertools.product(seeds, configs.items())
+            }
+        )
+        runs = {key: [pieces[f"{key} seed {seed}"] for seed in seeds] for key in models}
         summary = {key: summarize(found, settings) for key, found in runs.items()}
         experiment.save(summary=summary)
         plot(out / "addition.png", runs, settings)
@@ -188,11 +206,11 @@ def _train_and_test(experiment: Experiment, key: str, config: Any, settings: Set
         lr=settings.lr,
         warmup=max(1, min(100, settings.steps // 10)),
         seed=seed,
+        bf16=True,
+        muon=True,
     )
     began = time.monotonic()
-    curve = experiment.train(
-        key, model, lambda step: training_batch(step, settings.batch_size, settings.digits, seed), schedule
-    )
+    curve = experiment.train(key, model, lambda step: settings.batch(step, seed), schedule)
     seconds = time.monotonic() - began
     widths = range(1, settings.test_digits + 1)
     result = {"parameters": sum(p.numel() for p in model.parameters()), "seconds": round(seconds, 1), "loss": curve}
@@ -206,9 +224,9 @@ def _train_and_test(experiment: Experiment, key: str, config: Any, settings: Set
 
 
 def test_problems(model: Any, width: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Held-out problems of one width on the model's device: ids `[count, 3 n + 3]`, and where the sum begins."""
+    """Held-out problems of one width on the model's device: ids `[count, 3 n + 4]`, and where the sum begins."""
     ids, _ = problems(np.full(count, width), np.random.default_rng([0, 2, width]))
-    return torch.from_numpy(ids).to(model.device), 2 * width + 2
+    return torch.from_numpy(ids).to(model.device), 2 * width + 3
 
 
 @torch.no_grad()

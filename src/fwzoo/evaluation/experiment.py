@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
@@ -23,6 +24,8 @@ from .training import Batch, Interrupted, Schedule, train
 
 class Experiment:
     """Pieces of work in a folder. A piece that is done is not done again, so the same command goes on where it stopped.
+
+    Several processes may work in one folder: each takes a piece that no other has, and none ends before all are done.
 
     Args:
         out: the folder; `results.json` in it holds the settings, the versions and the pieces.
@@ -47,7 +50,7 @@ class Experiment:
             "transformers": transformers.__version__,
         }
         self.data["versions"] |= {"device": device, "date": datetime.date.today().isoformat()}
-        out.mkdir(parents=True, exist_ok=True)
+        (out / "locks").mkdir(parents=True, exist_ok=True)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.interrupt = DeferredInterrupt(lambda: self.console.print("interrupted: saving"))
 
@@ -69,18 +72,45 @@ class Experiment:
 
     def piece(self, key: str, work: Callable[..., Any], *arguments: Any) -> Any:
         """The result of a piece: the stored one, or that of `work(*arguments)`, which is stored."""
+        return self.pieces({key: (work, *arguments)})[key]
+
+    def pieces(self, wanted: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+        """The results of several pieces, each given as a function and its arguments; those of other processes come last."""
+        open_pieces, found = list(wanted), {}
+        while open_pieces:
+            for key in open_pieces:
+                self.check()
+                try:
+                    with self._lock(key).acquire(timeout=0.5 if key == open_pieces[-1] else 0):
+                        found[key] = self._done(key, *wanted[key])
+                except Timeout:
+                    continue
+            open_pieces = [key for key in open_pieces if key not in found]
+        return {key: found[key] for key in wanted}
+
+    def _done(self, key: str, work: Callable[..., Any], *arguments: Any) -> Any:
+        self._merge()
         if key not in self.data["pieces"]:
-            self.check()
             self.data["pieces"][key] = json.loads(json.dumps(work(*arguments)))
             self.save()
         return self.data["pieces"][key]
 
+    def _lock(self, key: str) -> FileLock:
+        return FileLock(self.out / "locks" / f"{_file_name(key)}.lock")
+
+    def _merge(self) -> None:
+        """Take in what other processes have stored."""
+        if self.path.exists():
+            self.data["pieces"] |= json.loads(self.path.read_text())["pieces"]
+
     def save(self, **more: Any) -> None:
         """Write `results.json`, with further entries."""
         self.data.update(more)
-        partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps(self.data, indent=1) + "\n")
-        os.replace(partial, self.path)
+        with self._lock("results.json"):
+            self._merge()
+            partial = self.path.with_suffix(".partial")
+            partial.write_text(json.dumps(self.data, indent=1) + "\n")
+            os.replace(partial, self.path)
 
     def check(self) -> None:
         """Raise `Interrupted` when an interrupt was asked for."""
@@ -100,7 +130,7 @@ class Experiment:
             )
 
     def checkpoint(self, key: str) -> Path:
-        return self.out / f"{key.replace(' ', '-').replace('/', '-')}.pt"
+        return self.out / f"{_file_name(key)}.pt"
 
     @contextmanager
     def progress(self, title: str, total: int) -> Iterator[Callable[..., None]]:
@@ -127,6 +157,10 @@ class Experiment:
 
     def __exit__(self, *error: Any) -> None:
         self.interrupt.__exit__(*error)
+
+
+def _file_name(key: str) -> str:
+    return key.replace(" ", "-").replace("/", "-")
 
 
 @contextmanager

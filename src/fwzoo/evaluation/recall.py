@@ -191,12 +191,13 @@ def run(
     """
     about = {"layouts": list(layouts), **asdict(settings)}
     with Experiment(out, "recall", about, console) as experiment:
-        for layout in layouts:
-            experiment.piece(f"{layout} size", _size, layout, settings)
-        for seed, layout in itertools.product(seeds, layouts):
-            key = f"{layout} seed {seed}"
-            experiment.piece(key, _train_and_test, experiment, key, layout, settings, seed)
-        pieces = experiment.data["pieces"]
+        pieces = experiment.pieces({f"{layout} size": (_size, layout, settings) for layout in layouts})
+        pieces |= experiment.pieces(
+            {
+                f"{layout} seed {seed}": (_train_and_test, experiment, f"{layout} seed {seed}", layout, settings, seed)
+                for seed, layout in itertools.product(seeds, layouts)
+            }
+        )
         summary = {
             layout: {
                 "state_bytes": pieces[f"{layout} size"]["state_bytes"],
