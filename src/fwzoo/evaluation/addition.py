@@ -9,7 +9,6 @@ Source: "Fast Weight Attention for Continual Learning" (2026).
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import time
@@ -25,7 +24,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 from ..configuration import FwzooConfig
-from .experiment import Experiment, figure, matched, mean_and_range, parameters_of, prepare
+from .experiment import Experiment, figure, match_parameters, mean_and_range, prepare
 from .training import IGNORED, Batch, Schedule
 
 PLUS, EQUALS, PADDING, START = 10, 11, 12, 13
@@ -121,14 +120,13 @@ class Variant:
     layout: str
     fields: dict[str, Any]
 
-    def config(self, settings: Settings, intermediate_size: int | None = None) -> Any:
+    def config(self, settings: Settings) -> Any:
         return FwzooConfig.from_layout(
             self.layout,
             vocab_size=VOCABULARY,
             hidden_size=settings.hidden_size,
             num_hidden_layers=settings.layers,
             num_attention_heads=settings.heads,
-            intermediate_size=intermediate_size,
             initializer_range=(3 * settings.hidden_size) ** -0.5,
             tie_word_embeddings=False,
             pad_token_id=PADDING,
@@ -162,18 +160,16 @@ def run(
     settings: Settings,
     seeds: Sequence[int],
     console: Console,
-    parameters: int | None = None,
 ) -> dict[str, Any]:
     """Train and test every model with every seed; write `results.json` and `addition.png`; show a table.
 
-    All models have `parameters` (None: those of the first) within 2 %, and see the same problems in the same order.
+    All models have as many parameters as the first within 2 %, and see the same problems in the same order.
 
     Raises:
         ValueError: a layout is not one, or cannot be matched. Interrupted: asked to stop; the same call goes on.
     """
-    first = next(iter(models.values()))
-    target = parameters or parameters_of(first.config(settings))
-    configs = {key: matched(functools.partial(model.config, settings), target) for key, model in models.items()}
+    configs = {key: model.config(settings) for key, model in models.items()}
+    match_parameters(list(configs.values()), list(configs), unit=8)
     about = {"models": {key: asdict(model) for key, model in models.items()}, **asdict(settings)}
     with Experiment(out, name, about, console) as experiment:
         pieces = experiment.pieces(

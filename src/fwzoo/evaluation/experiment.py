@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 from .. import __version__
+from ..analysis.cost import empty_model
 from ..training.interrupt import DeferredInterrupt
 from .training import Batch, Interrupted, Schedule, train
 
@@ -190,30 +191,47 @@ def prepare(model: Any) -> Any:
     return model
 
 
-def parameters_of(config: Any) -> int:
-    """Learned numbers of a model of this configuration (no memory is taken for it)."""
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    return sum(p.numel() for p in model.parameters())
+class Mismatch(ValueError):
+    """A layout that cannot be given as many parameters as the first one: a sentence with both numbers."""
 
 
-def matched(make: Callable[[int], Any], target: int, tolerance: float = 0.02) -> Any:
-    """The configuration whose number of parameters is closest to `target`, by the width of its feed-forward network.
+TOLERANCE = 0.02  # share by which the numbers of parameters may differ
+
+
+def match_parameters(configs: Sequence[Any], names: Sequence[str], unit: int = 1) -> list[int]:
+    """Set `intermediate_size` of all configs but the first so that they have as many parameters as the first has.
 
     Args:
-        make: takes `intermediate_size`.
+        unit: the width is a multiple of it where that is close enough (multiples of 8 are fast on a GPU).
+    Returns: the number of parameters of each.
 
     Raises:
-        ValueError: none is within `tolerance`.
+        Mismatch: one cannot come within 2 %, or an unknown number of parameters depends on the width.
     """
-    low, high = (parameters_of(make(size)) for size in (8, 16))
-    width = 8 + 8 * (target - low) / max(1, high - low)
-    for unit in (8, 1):  # multiples of 8 are fast on a GPU
-        config = make(max(1, round(width / unit) * unit))
-        count = parameters_of(config)
-        if abs(count - target) <= tolerance * target:
-            return config
-    raise ValueError(f"layout {config.layout!r} has {count:,} parameters; {target:,} cannot be matched within 2 %")
+    counts: list[int] = []
+    for config, name in zip(configs, names, strict=True):
+        count = _parameters(config)
+        if counts:
+            width = config.intermediate_size
+            config.intermediate_size = width + 1
+            each = _parameters(config) - count
+            best = width + (counts[0] - count) / each if each else width
+            for multiple in (unit, 1):
+                config.intermediate_size = max(1, round(best / multiple) * multiple)
+                count = _parameters(config)
+                if abs(count / counts[0] - 1) <= TOLERANCE:
+                    break
+            else:
+                raise Mismatch(
+                    f"layout {name!r} has {count:,} parameters with the feed-forward width that fits best; it must be "
+                    f"within {TOLERANCE:.0%} of {names[0]!r}, which has {counts[0]:,}."
+                )
+        counts.append(count)
+    return counts
+
+
+def _parameters(config: Any) -> int:
+    return int(empty_model(config).num_parameters())
 
 
 def mean_and_range(values: Sequence[float]) -> str:
