@@ -64,24 +64,24 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 def test_problems_are_sums() -> None:
     ids, answer = addition.problems(np.arange(1, 33).repeat(4), np.random.default_rng(0))
     for row, mask, n in zip(ids.tolist(), answer.tolist(), np.arange(1, 33).repeat(4).tolist(), strict=True):
-        shown = "".join("0123456789+= ^"[token] for token in row).rstrip()
-        assert shown[0] == "^"
-        left, total = shown[1:].split("=")
+        shown = "".join("0123456789+= ^$"[token] for token in row).rstrip()
+        assert shown[0] == "^" and shown[-1] == "$"
+        left, total = shown[1:-1].split("=")
         a, b = left.split("+")
         assert len(a) == len(b) == n and len(total) == n + 1
         assert int(a[::-1]) + int(b[::-1]) == int(total[::-1])
-        assert [i for i, wanted in enumerate(mask) if wanted] == list(range(2 * n + 3, 3 * n + 4))
+        assert [i for i, wanted in enumerate(mask) if wanted] == list(range(2 * n + 3, 3 * n + 5))
 
 
 def test_training_batches_are_drawn_again_and_predict_the_sum_only() -> None:
     (ids, labels), (again, _) = (addition.training_batch(3, 64, 5, 7) for _ in range(2))
     assert torch.equal(ids, again) and not torch.equal(ids, addition.training_batch(4, 64, 5, 7)[0])
-    assert ids.shape == (64, 19)
+    assert ids.shape == (64, 20)
     for row, label in zip(ids, labels, strict=True):
         begin = (row == addition.EQUALS).nonzero().item() + 1
-        wanted = (row != addition.PADDING) & (torch.arange(19) >= begin)
+        wanted = (row != addition.PADDING) & (torch.arange(20) >= begin)
         assert torch.equal(label, torch.where(wanted, row, IGNORED))
-    assert set((labels != IGNORED).sum(1).tolist()) == {2, 3, 4, 5, 6}
+    assert set((labels != IGNORED).sum(1).tolist()) == {3, 4, 5, 6, 7}
 
 
 def test_widths_grow_and_a_batch_keeps_its_tokens() -> None:
@@ -89,7 +89,7 @@ def test_widths_grow_and_a_batch_keeps_its_tokens() -> None:
     longest = [settings.longest(step) for step in range(100)]
     assert longest == sorted(longest) and sorted(set(longest)) == list(range(2, 17, 2)) and longest[49:51] == [16, 16]
     sizes = {tuple(settings.batch(step, 0)[0].shape) for step in range(100)}
-    assert len(sizes) == 8 and all(0.9 * 40 * 52 <= rows * tokens <= 40 * 52 for rows, tokens in sizes)
+    assert len(sizes) == 8 and all(0.9 * 40 * 53 <= rows * tokens <= 40 * 53 for rows, tokens in sizes)
     assert {addition.Settings(digits=16, growth=0.0).longest(step) for step in (0, 1999)} == {16}
 
 
@@ -149,14 +149,15 @@ def test_interrupted_training_goes_on_exactly(tmp_path: Path) -> None:
         assert torch.allclose(a, b, atol=1e-6)
 
 
-def test_muon_steps_as_torch_does_and_leaves_embeddings_and_head_to_adamw(tmp_path: Path) -> None:
-    """With a rate that changes, as if `torch.optim.Muon` had been given each."""
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
+def test_muon_is_that_of_torch_and_leaves_embeddings_and_head_to_adamw(tmp_path: Path) -> None:
     model, twin = small(), small()
     schedule = Schedule(steps=6, batch_size=8, lr=1e-2, warmup=2, muon=True)
     step = Step(model, schedule)
     matrices = [twin.get_parameter(name) for name, p in model.named_parameters() if any(p is m for m in step.matrices)]
     assert len(matrices) == 9 and not any(p is twin.lm_head.weight for p in matrices)
-    muon = torch.optim.Muon(matrices, lr=1.0, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    start = [matrix.detach().clone() for matrix in matrices]
+    muon = torch.optim.Muon(matrices, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     for number in range(6):
         step.put(*addition.training_batch(number, 8, 2, 0), schedule.lr_at(number))
         step.run()
@@ -164,13 +165,14 @@ def test_muon_steps_as_torch_does_and_leaves_embeddings_and_head_to_adamw(tmp_pa
             theirs.grad = own.grad.clone()
         muon.param_groups[0]["lr"] = schedule.lr_at(number)
         muon.step()
-    for own, theirs in zip(step.matrices, matrices, strict=True):
-        assert torch.allclose(own, theirs, atol=1e-5)
+    for own, theirs, before in zip(step.matrices, matrices, start, strict=True):
+        moved = (theirs - before).norm()
+        assert moved > 0 and (own - theirs).norm() < 0.02 * moved  # both iterate in bfloat16
     step.save(tmp_path / "step.pt", 6)
     again = Step(small(), schedule)
     assert again.load(tmp_path / "step.pt") == 6
     for moments in zip(*(list(s.optimizers[1].state.values()) for s in (step, again)), strict=True):
-        assert torch.equal(*(m["momentum_buffer"] for m in moments))
+        assert torch.equal(*(m["momentum"] for m in moments))
 
 
 def test_the_learning_rate_rises_and_falls() -> None:

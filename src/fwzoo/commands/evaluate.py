@@ -266,7 +266,7 @@ def fwpkm(
     hidden_size: HiddenSize = 64,
     subkeys: Annotated[int, number("Sub-keys a half.", int, 16)] = 32,
     chunk_size: Annotated[int, number("Tokens between updates.", int, 1)] = 16,
-    steps: Steps = 400,
+    steps: Steps = 300,
     batch_size: BatchSize = 32,
     lr: LearningRate = 3e-3,
     seeds: Seeds = 1,

@@ -2,7 +2,7 @@
 
 A problem is `digits(a)+digits(b)=digits(a + b)`: both numbers have n digits, the sum n + 1, all with the least significant
 digit first, so that every carry is known when it is needed. Digits are uniform, zeros at the end included; n is uniform in
-1 ... N in training. Only the sum is learned.
+1 ... N in training. Only the sum is learned, and where it ends.
 
 Source: "Fast Weight Attention for Continual Learning" (2026).
 """
@@ -27,7 +27,7 @@ from ..configuration import FwzooConfig
 from .experiment import Experiment, figure, match_parameters, mean_and_range, prepare
 from .training import IGNORED, Batch, Schedule
 
-PLUS, EQUALS, PADDING, START = 10, 11, 12, 13
+PLUS, EQUALS, PADDING, START, END = 10, 11, 12, 13, 14
 VOCABULARY = 16
 """Digits are their own ids."""
 STAGES = 8
@@ -38,7 +38,7 @@ def problems(widths: np.ndarray, rng: np.random.Generator, tokens: int | None = 
 
     Args:
         widths: number of digits of every problem, int `[B]`. tokens: length of a row; None means the longest problem's.
-    Returns: ids `[B, T]`, padded on the right, and a mask bool `[B, T]` of the sum's digits.
+    Returns: ids `[B, T]`, padded on the right, and a mask bool `[B, T]` of the sum's digits and the end behind them.
     """
     n, longest = widths[:, None], int(widths.max())
     place = np.arange(longest)
@@ -48,26 +48,30 @@ def problems(widths: np.ndarray, rng: np.random.Generator, tokens: int | None = 
     for i in range(longest):
         total[:, i + 1] += total[:, i] // 10
         total[:, i] %= 10
-    position = np.arange(-1, 3 * longest + 3 if tokens is None else tokens - 1)[None]  # of the start token: -1
+    position = np.arange(-1, 3 * longest + 4 if tokens is None else tokens - 1)[None]  # of the start token: -1
 
     def digits(number: np.ndarray, index: np.ndarray) -> np.ndarray:
         return np.take_along_axis(
             number, np.broadcast_to(index, (len(n), index.shape[1])).clip(0, number.shape[1] - 1), 1
         )
 
-    answer = (position >= 2 * n + 2) & (position < 3 * n + 3)
-    ids = np.select(
-        [position < 0, position < n, position == n, position < 2 * n + 1, position == 2 * n + 1, answer],
-        [START, digits(a, position), PLUS, digits(b, position - n - 1), EQUALS, digits(total, position - 2 * n - 2)],
-        PADDING,
-    )
-    return ids, answer
+    parts = [
+        (0, START),
+        (n, digits(a, position)),
+        (n + 1, PLUS),
+        (2 * n + 1, digits(b, position - n - 1)),
+        (2 * n + 2, EQUALS),
+        (3 * n + 3, digits(total, position - 2 * n - 2)),
+        (3 * n + 4, END),
+    ]
+    ids = np.select([position < end for end, _ in parts], [content for _, content in parts], PADDING)
+    return ids, (position >= 2 * n + 2) & (position < 3 * n + 4)
 
 
 def training_batch(step: int, batch_size: int, digits: int, seed: int) -> Batch:
     """The batch of a training step: widths uniform in 1 ... `digits`, rows of one length; ids and labels `[B, T]`."""
     rng = np.random.default_rng([seed, 1, step])
-    ids, answer = problems(rng.integers(1, digits + 1, batch_size), rng, 3 * digits + 4)
+    ids, answer = problems(rng.integers(1, digits + 1, batch_size), rng, 3 * digits + 5)
     return torch.from_numpy(ids), torch.from_numpy(np.where(answer, ids, IGNORED))
 
 
@@ -110,7 +114,7 @@ class Settings:
     def batch(self, step: int, seed: int) -> Batch:
         """The batch of a step; while numbers are shorter it has more rows, as many tokens as ever."""
         longest = self.longest(step)
-        return training_batch(step, self.batch_size * (3 * self.digits + 4) // (3 * longest + 4), longest, seed)
+        return training_batch(step, self.batch_size * (3 * self.digits + 5) // (3 * longest + 5), longest, seed)
 
 
 @dataclass(frozen=True)
@@ -220,7 +224,7 @@ def _train_and_test(experiment: Experiment, key: str, config: Any, settings: Set
 
 
 def test_problems(model: Any, width: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Held-out problems of one width on the model's device: ids `[count, 3 n + 4]`, and where the sum begins."""
+    """Held-out problems of one width on the model's device: ids `[count, 3 n + 5]`, and where the sum begins."""
     ids, _ = problems(np.full(count, width), np.random.default_rng([0, 2, width]))
     return torch.from_numpy(ids).to(model.device), 2 * width + 3
 
@@ -229,8 +233,8 @@ def test_problems(model: Any, width: int, count: int) -> tuple[torch.Tensor, tor
 def teacher_forced(model: Any, width: int, count: int) -> tuple[float, float]:
     """Share of the sum's digits that are right when all digits before are given, and of sums that are right in all."""
     ids, begin = test_problems(model, width, count)
-    guesses = model.eval()(input_ids=ids, use_cache=False).logits[:, begin - 1 : -1].argmax(-1)
-    right = guesses == ids[:, begin:]
+    guesses = model.eval()(input_ids=ids, use_cache=False).logits[:, begin - 1 : -2].argmax(-1)
+    right = guesses == ids[:, begin:-1]
     return right.float().mean().item(), right.all(1).float().mean().item()
 
 
@@ -248,7 +252,7 @@ def generated(model: Any, width: int, count: int) -> float:
         pad_token_id=PADDING,
         eos_token_id=None,
     )
-    return (written == ids)[:, begin:].float().mean().item()
+    return (written == ids[:, :-1])[:, begin:].float().mean().item()
 
 
 def summarize(runs: Sequence[dict[str, Any]], settings: Settings) -> dict[str, list[float]]:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..modeling.memories.base import FastMemory
+from .muon import Muon
 
 IGNORED = -100
 """The label of a token that is not to be predicted."""
@@ -37,7 +38,7 @@ class Schedule:
         lr: peak learning rate, after `warmup` steps; then along a cosine to a hundredth of it.
         save_every: seconds between checkpoints.
         bf16: on a GPU, products are made in bfloat16 (autocast).
-        muon: the matrices of the layers are trained by Muon (torch 2.9 or later), everything else by AdamW.
+        muon: the matrices of the layers are trained by Muon, everything else by AdamW.
     """
 
     steps: int
@@ -103,13 +104,7 @@ def train(
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The weights of all projections, without embeddings and head.
-
-    Raises:
-        ValueError: torch has no Muon to train them.
-    """
-    if not hasattr(torch.optim, "Muon"):
-        raise ValueError(f"torch is {torch.__version__}; the optimiser Muon needs 2.9 or later")
+    """The weights of all projections, without embeddings and head."""
     head = model.get_output_embeddings()
     layers = (module for module in model.modules() if isinstance(module, nn.Linear) and module is not head)
     return [module.weight for module in layers if module.weight.requires_grad]
@@ -140,8 +135,7 @@ class Step:
             )
         ]
         if self.matrices:
-            options = {"weight_decay": schedule.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
-            self.optimizers.append(torch.optim.Muon(self.matrices, lr=1.0, **options))
+            self.optimizers.append(Muon(self.matrices, self.lr, schedule.weight_decay))
         self.ids = self.labels = torch.empty(0, dtype=torch.long, device=self.device)
         self.count = torch.ones((), device=self.device)
         self.loss = torch.zeros((), device=self.device)
@@ -161,9 +155,7 @@ class Step:
         if isinstance(self.lr, Tensor):
             self.lr.fill_(lr)
         else:
-            self.lr = lr
-            for group in self.optimizers[0].param_groups:
-                group["lr"] = lr
+            self._set_rate(lr)
         if self.ids.shape != ids.shape:
             self.graph, self.launched = None, 0
             self.ids, self.labels = ids.to(self.device), labels.to(self.device)
@@ -185,18 +177,15 @@ class Step:
         loss = loss / self.count
         loss.backward()
         nn.utils.clip_grad_norm_(self.parameters, 1.0)
-        self.update()
+        for optimizer in self.optimizers:
+            optimizer.step()
         self.loss.copy_(loss.detach())
         self.total.index_add_(0, self.part[None], self.loss.double()[None])
 
-    @torch.no_grad()
-    def update(self) -> None:
-        """The optimisers' steps. Muon's learning rate cannot change in a CUDA graph: its step at rate 1 is taken in part."""
-        before = [matrix.clone() for matrix in self.matrices]
+    def _set_rate(self, lr: float | Tensor) -> None:
         for optimizer in self.optimizers:
-            optimizer.step()
-        for matrix, old in zip(self.matrices, before, strict=True):
-            matrix.copy_(torch.lerp(old, matrix, self.lr))
+            for group in optimizer.param_groups:
+                group["lr"] = lr
 
     def clear(self) -> None:
         for parameter in self.parameters:
@@ -266,8 +255,7 @@ class Step:
         self.model.load_state_dict(state["model"])
         for optimizer, had in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(had)
-        for group in self.optimizers[0].param_groups:
-            group["lr"] = self.lr
+        self._set_rate(self.lr)
         self.total.copy_(state["total"])
         self.steps.copy_(state["steps"])
         return int(state["done"])
