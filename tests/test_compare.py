@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer
 import fwzoo
 from fwzoo import cli
 from fwzoo.analysis.cost import empty_model
-from fwzoo.evaluation.compare import DEFAULT, Mismatch, match_parameters, schedule_for, split_documents, summary
+from fwzoo.evaluation.compare import DEFAULT, schedule_for, split_documents, summary
+from fwzoo.evaluation.experiment import Mismatch, match_parameters
 from fwzoo.training import trainer
 from fwzoo.training.data import PackedRows, Texts, collate
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer
 import fwzoo
 from fwzoo import cli
 from fwzoo.evaluation import addition, niah, perplexity, recall
-from fwzoo.evaluation.experiment import Experiment, matched, parameters_of, prepare
+from fwzoo.evaluation.experiment import Experiment, match_parameters, prepare
 from fwzoo.evaluation.training import IGNORED, Interrupted, Schedule, Step, train
 from fwzoo.training.sample_text import pydoc_topics
 
@@ -64,44 +64,50 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 def test_problems_are_sums() -> None:
     ids, answer = addition.problems(np.arange(1, 33).repeat(4), np.random.default_rng(0))
     for row, mask, n in zip(ids.tolist(), answer.tolist(), np.arange(1, 33).repeat(4).tolist(), strict=True):
-        shown = "".join("0123456789+= "[token] for token in row).rstrip()
-        left, total = shown.split("=")
+        shown = "".join("0123456789+= ^$"[token] for token in row).rstrip()
+        assert shown[0] == "^" and shown[-1] == "$"
+        left, total = shown[1:-1].split("=")
         a, b = left.split("+")
         assert len(a) == len(b) == n and len(total) == n + 1
         assert int(a[::-1]) + int(b[::-1]) == int(total[::-1])
-        assert [i for i, wanted in enumerate(mask) if wanted] == list(range(2 * n + 2, 3 * n + 3))
+        assert [i for i, wanted in enumerate(mask) if wanted] == list(range(2 * n + 3, 3 * n + 5))
 
 
 def test_training_batches_are_drawn_again_and_predict_the_sum_only() -> None:
     (ids, labels), (again, _) = (addition.training_batch(3, 64, 5, 7) for _ in range(2))
     assert torch.equal(ids, again) and not torch.equal(ids, addition.training_batch(4, 64, 5, 7)[0])
-    assert ids.shape == (64, 18)
+    assert ids.shape == (64, 20)
     for row, label in zip(ids, labels, strict=True):
         begin = (row == addition.EQUALS).nonzero().item() + 1
-        wanted = (row != addition.PADDING) & (torch.arange(18) >= begin)
+        wanted = (row != addition.PADDING) & (torch.arange(20) >= begin)
         assert torch.equal(label, torch.where(wanted, row, IGNORED))
-    assert set((labels != IGNORED).sum(1).tolist()) == {2, 3, 4, 5, 6}
+    assert set((labels != IGNORED).sum(1).tolist()) == {3, 4, 5, 6, 7}
+
+
+def test_widths_grow_and_a_batch_keeps_its_tokens() -> None:
+    settings = addition.Settings(digits=16, steps=100, batch_size=40, growth=0.5)
+    longest = [settings.longest(step) for step in range(100)]
+    assert longest == sorted(longest) and sorted(set(longest)) == list(range(2, 17, 2)) and longest[49:51] == [16, 16]
+    sizes = {tuple(settings.batch(step, 0)[0].shape) for step in range(100)}
+    assert len(sizes) == 8 and all(0.9 * 40 * 53 <= rows * tokens <= 40 * 53 for rows, tokens in sizes)
+    assert {addition.Settings(digits=16, growth=0.0).longest(step) for step in (0, 1999)} == {16}
 
 
 @pytest.mark.slow
 def test_addition_is_learned_in_a_reduced_form(tmp_path: Path) -> None:
-    settings = addition.Settings(
-        digits=2, test_digits=3, hidden_size=64, layers=2, heads=4, steps=500, batch_size=64, lr=5e-3, problems=64
-    )
+    sizes = {"digits": 2, "test_digits": 3, "hidden_size": 64, "layers": 2, "heads": 4, "problems": 64}
+    settings = addition.Settings(**sizes, steps=400, batch_size=64, lr=1e-2, growth=0.0)
     summary = addition.run(tmp_path, "addition", addition.variants(["falcon3a"]), settings, [0], Console())
     assert summary["falcon3a"]["in_distribution"][0] >= 0.98
     assert summary["falcon3a"]["longer"][0] < summary["falcon3a"]["in_distribution"][0]
 
 
-def test_models_are_matched() -> None:
-    settings = addition.Settings()
+def test_models_are_matched_in_widths_that_are_fast() -> None:
     models = addition.variants(addition.ARCHITECTURES)
-    target = parameters_of(models["full_attention"].config(settings))
-    for model in models.values():
-        config = matched(lambda size, m=model: m.config(settings, size), target)
-        assert abs(parameters_of(config) / target - 1) <= 0.02
-    with pytest.raises(ValueError, match="cannot be matched within 2 %"):
-        matched(lambda size: models["falcon1"].config(settings, size), 1000)
+    configs = [model.config(addition.Settings()) for model in models.values()]
+    counts = match_parameters(configs, list(models), unit=8)
+    assert len(set(counts)) > 2 and all(abs(count / counts[0] - 1) <= 0.02 for count in counts)
+    assert all(config.intermediate_size % 8 == 0 for config in configs)
 
 
 def test_the_ablation_has_four_models() -> None:
@@ -123,7 +129,7 @@ def small() -> Any:
 
 
 def test_interrupted_training_goes_on_exactly(tmp_path: Path) -> None:
-    schedule = Schedule(steps=20, batch_size=8, lr=1e-2, warmup=2, save_every=1e9)
+    schedule = Schedule(steps=20, batch_size=8, lr=1e-2, warmup=2, save_every=1e9, muon=True)
 
     def draw(step: int) -> tuple[torch.Tensor, torch.Tensor]:
         return addition.training_batch(step, 8, 2, 0)
@@ -141,6 +147,32 @@ def test_interrupted_training_goes_on_exactly(tmp_path: Path) -> None:
     assert again == pytest.approx(curve, abs=1e-6)
     for a, b in zip(whole.parameters(), cut.parameters(), strict=True):
         assert torch.allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
+def test_muon_is_that_of_torch_and_leaves_embeddings_and_head_to_adamw(tmp_path: Path) -> None:
+    model, twin = small(), small()
+    schedule = Schedule(steps=6, batch_size=8, lr=1e-2, warmup=2, muon=True)
+    step = Step(model, schedule)
+    matrices = [twin.get_parameter(name) for name, p in model.named_parameters() if any(p is m for m in step.matrices)]
+    assert len(matrices) == 9 and not any(p is twin.lm_head.weight for p in matrices)
+    start = [matrix.detach().clone() for matrix in matrices]
+    muon = torch.optim.Muon(matrices, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for number in range(6):
+        step.put(*addition.training_batch(number, 8, 2, 0), schedule.lr_at(number))
+        step.run()
+        for own, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            theirs.grad = own.grad.clone()
+        muon.param_groups[0]["lr"] = schedule.lr_at(number)
+        muon.step()
+    for own, theirs, before in zip(step.matrices, matrices, start, strict=True):
+        moved = (theirs - before).norm()
+        assert moved > 0 and (own - theirs).norm() < 0.02 * moved  # both iterate in bfloat16
+    step.save(tmp_path / "step.pt", 6)
+    again = Step(small(), schedule)
+    assert again.load(tmp_path / "step.pt") == 6
+    for moments in zip(*(list(s.optimizers[1].state.values()) for s in (step, again)), strict=True):
+        assert torch.equal(*(m["momentum"] for m in moments))
 
 
 def test_the_learning_rate_rises_and_falls() -> None:
@@ -189,6 +221,24 @@ def test_results_are_kept_and_belong_to_their_settings(tmp_path: Path) -> None:
     (out / "results.json").write_text("{")
     with pytest.raises(ValueError, match="holds no results"):
         Experiment(out, "one", {"steps": 1})
+
+
+def test_processes_share_the_pieces_of_a_folder(tmp_path: Path) -> None:
+    """Another process has a piece: the rest is done first; what it stores in the end is taken over."""
+    with Experiment(tmp_path, "one", {}) as ours, Experiment(tmp_path, "one", {}) as theirs:
+        done = []
+        lock = theirs._lock("a")
+        lock.acquire()
+
+        def second() -> int:
+            theirs._done("a", lambda: done.append("a by another") or 1)
+            lock.release()
+            done.append("b")
+            return 2
+
+        found = ours.pieces({"a": (lambda: done.append("a"),), "b": (second,)})
+    assert found == {"a": 1, "b": 2} and done == ["a by another", "b"]
+    assert json.loads((tmp_path / "results.json").read_text())["pieces"] == found
 
 
 # --- recall ---
@@ -461,7 +511,7 @@ def test_ablate_fwpkm(run: Any, tmp_path: Path, book: Path) -> None:
         (["eval", "niah", "no/such/model", "--text", "no.txt"], "'no/such/model' is not a model folder"),
         (["eval", "ppl", "no/such/model", "--text", "no.txt"], "'no/such/model' is not a model folder"),
         (["ablate", "fwpkm", "--text", "no.txt"], "'no.txt' does not exist"),
-        (["ablate", "fwpkm", "--text", "no.txt", "--train-length", 64], "--needles: 48 do not fit"),
+        (["ablate", "fwpkm", "--text", "no.txt", "--train-length", 64], "--needles: 32 do not fit"),
         (["ablate", "falcon", "--layout", "falcon9"], "did you mean"),
     ],
 )

@@ -10,16 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fwzoo.evaluation.compare import (
-    Mismatch,
-    Result,
-    match_parameters,
-    plot,
-    run_one,
-    schedule_for,
-    split_documents,
-    summary,
-)
+from fwzoo.evaluation.compare import Result, plot, run_one, schedule_for, split_documents, summary
+from fwzoo.evaluation.experiment import Mismatch, match_parameters
 from fwzoo.training.data import Files, PackedRows, SourceError, Texts, load_tokenizer
 from fwzoo.training.sample_text import pydoc_topics
 from fwzoo.training.trainer import RunError, loss_unit

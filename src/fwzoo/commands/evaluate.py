@@ -28,6 +28,9 @@ LearningRate = Annotated[float, number("Peak learning rate.", float, above=0)]
 HiddenSize = Annotated[int, number("Width of the models.", int, 1)]
 Layers = Annotated[int, number("Layers of the models.", int, 1)]
 Heads = Annotated[int, number("Heads a layer; they divide the width.", int, 1)]
+Growth = Annotated[
+    float, number("Share of the steps over which the numbers grow to --digits; 0: not at all.", float, 0, 1)
+]
 Text = Annotated[Path, typer.Option(help="The text to read: a UTF-8 file.")]
 Train = Annotated[list[str] | None, typer.Option(help="A text or JSON-lines file to train on; may be given again.")]
 
@@ -86,6 +89,7 @@ def addition(
     batch_size: BatchSize = 384,
     lr: LearningRate = 2e-3,
     problems: Annotated[int, number("Test problems of every number of digits.", int, 1)] = 256,
+    growth: Growth = 0.5,
     seeds: Seeds = 1,
 ) -> None:
     """Train on additions of up to --digits digits and test on longer ones, for several architectures alike."""
@@ -93,7 +97,7 @@ def addition(
 
     with _experiment() as console:
         settings = _addition_settings(
-            Settings, digits, test_digits, hidden_size, layers, heads, steps, batch_size, lr, problems
+            Settings, digits, test_digits, hidden_size, layers, heads, steps, batch_size, lr, problems, growth
         )
         run(out, "addition", variants(_layouts(layouts, ARCHITECTURES)), settings, range(seeds), console)
 
@@ -119,6 +123,7 @@ def falcon(
     batch_size: BatchSize = 256,
     lr: LearningRate = 2e-3,
     problems: Annotated[int, number("Test problems of every number of digits.", int, 1)] = 256,
+    growth: Growth = 0.5,
     seeds: Seeds = 3,
 ) -> None:
     """{read after, before the write} x {shifted, same-step pairs} of a Falcon rule, on the addition task."""
@@ -126,7 +131,7 @@ def falcon(
 
     with _experiment() as console:
         settings = _addition_settings(
-            Settings, digits, test_digits, hidden_size, layers, heads, steps, batch_size, lr, problems
+            Settings, digits, test_digits, hidden_size, layers, heads, steps, batch_size, lr, problems, growth
         )
         run(out, "ablate falcon", ablation(layout), settings, range(seeds), console)
 
@@ -254,14 +259,14 @@ def fwpkm(
     out: Out,
     text: Text,
     train: Train = None,
-    length: Annotated[int, number("Tokens of the haystacks.", int, 64)] = 4096,
+    length: Annotated[int, number("Tokens of the haystacks.", int, 64)] = 800,
     passes: Annotated[int, number("How often to read a haystack.", int, 1)] = 4,
-    train_length: Annotated[int, number("Tokens of a row to train on.", int, 32)] = 1024,
-    needles: Annotated[int, number("Needles in a row to train on.", int, 1, 62)] = 48,
+    train_length: Annotated[int, number("Tokens of a row to train on.", int, 32)] = 200,
+    needles: Annotated[int, number("Needles in a row to train on.", int, 1, 62)] = 32,
     hidden_size: HiddenSize = 64,
-    subkeys: Annotated[int, number("Sub-keys a half.", int, 16)] = 64,
-    chunk_size: Annotated[int, number("Tokens between updates.", int, 1)] = 128,
-    steps: Steps = 400,
+    subkeys: Annotated[int, number("Sub-keys a half.", int, 16)] = 32,
+    chunk_size: Annotated[int, number("Tokens between updates.", int, 1)] = 16,
+    steps: Steps = 300,
     batch_size: BatchSize = 32,
     lr: LearningRate = 3e-3,
     seeds: Seeds = 1,

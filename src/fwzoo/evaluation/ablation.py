@@ -92,13 +92,13 @@ def run(
     about = {"model": asdict(model), "training": asdict(training), **asdict(settings)}
     about["text"] = [len(text), len(train_text), int(text.sum()), int(train_text.sum())]
     with Experiment(out, "ablate fwpkm", about, console) as experiment:
+        wanted = {}
         for seed, (name, options) in itertools.product(seeds, VARIANTS.items()):
             key = f"{name} seed {seed}"
             config = model.config(tokenizer, **options)
-
             data = (marks, text, train_text, training, settings, seed)
-            experiment.piece(key, _train_and_measure, experiment, key, config, *data)
-        pieces = experiment.data["pieces"]
+            wanted[key] = (_train_and_measure, experiment, key, config, *data)
+        pieces = experiment.pieces(wanted)
         runs = {name: [pieces[f"{name} seed {seed}"] for seed in seeds] for name in VARIANTS}
         summary = {name: {key: [run[key] for run in found] for key in found[0]} for name, found in runs.items()}
         experiment.save(summary=summary)

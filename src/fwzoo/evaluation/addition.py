@@ -2,15 +2,15 @@
 
 A problem is `digits(a)+digits(b)=digits(a + b)`: both numbers have n digits, the sum n + 1, all with the least significant
 digit first, so that every carry is known when it is needed. Digits are uniform, zeros at the end included; n is uniform in
-1 ... N in training. Only the sum is learned.
+1 ... N in training. Only the sum is learned, and where it ends.
 
 Source: "Fast Weight Attention for Continual Learning" (2026).
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -24,12 +24,13 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 from ..configuration import FwzooConfig
-from .experiment import Experiment, figure, matched, mean_and_range, parameters_of, prepare
+from .experiment import Experiment, figure, match_parameters, mean_and_range, prepare
 from .training import IGNORED, Batch, Schedule
 
-PLUS, EQUALS, PADDING = 10, 11, 12
+PLUS, EQUALS, PADDING, START, END = 10, 11, 12, 13, 14
 VOCABULARY = 16
 """Digits are their own ids."""
+STAGES = 8
 
 
 def problems(widths: np.ndarray, rng: np.random.Generator, tokens: int | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -37,7 +38,7 @@ def problems(widths: np.ndarray, rng: np.random.Generator, tokens: int | None = 
 
     Args:
         widths: number of digits of every problem, int `[B]`. tokens: length of a row; None means the longest problem's.
-    Returns: ids `[B, T]`, padded on the right, and a mask bool `[B, T]` of the sum's digits.
+    Returns: ids `[B, T]`, padded on the right, and a mask bool `[B, T]` of the sum's digits and the end behind them.
     """
     n, longest = widths[:, None], int(widths.max())
     place = np.arange(longest)
@@ -47,26 +48,30 @@ def problems(widths: np.ndarray, rng: np.random.Generator, tokens: int | None = 
     for i in range(longest):
         total[:, i + 1] += total[:, i] // 10
         total[:, i] %= 10
-    position = np.arange(3 * longest + 3 if tokens is None else tokens)[None]
+    position = np.arange(-1, 3 * longest + 4 if tokens is None else tokens - 1)[None]  # of the start token: -1
 
     def digits(number: np.ndarray, index: np.ndarray) -> np.ndarray:
         return np.take_along_axis(
             number, np.broadcast_to(index, (len(n), index.shape[1])).clip(0, number.shape[1] - 1), 1
         )
 
-    answer = (position >= 2 * n + 2) & (position < 3 * n + 3)
-    ids = np.select(
-        [position < n, position == n, position < 2 * n + 1, position == 2 * n + 1, answer],
-        [digits(a, position), PLUS, digits(b, position - n - 1), EQUALS, digits(total, position - 2 * n - 2)],
-        PADDING,
-    )
-    return ids, answer
+    parts = [
+        (0, START),
+        (n, digits(a, position)),
+        (n + 1, PLUS),
+        (2 * n + 1, digits(b, position - n - 1)),
+        (2 * n + 2, EQUALS),
+        (3 * n + 3, digits(total, position - 2 * n - 2)),
+        (3 * n + 4, END),
+    ]
+    ids = np.select([position < end for end, _ in parts], [content for _, content in parts], PADDING)
+    return ids, (position >= 2 * n + 2) & (position < 3 * n + 4)
 
 
 def training_batch(step: int, batch_size: int, digits: int, seed: int) -> Batch:
     """The batch of a training step: widths uniform in 1 ... `digits`, rows of one length; ids and labels `[B, T]`."""
     rng = np.random.default_rng([seed, 1, step])
-    ids, answer = problems(rng.integers(1, digits + 1, batch_size), rng, 3 * digits + 3)
+    ids, answer = problems(rng.integers(1, digits + 1, batch_size), rng, 3 * digits + 5)
     return torch.from_numpy(ids), torch.from_numpy(np.where(answer, ids, IGNORED))
 
 
@@ -84,7 +89,9 @@ class Settings:
 
     Attributes:
         digits: N, the largest width in training. test_digits: the largest one in the test.
-        problems: test problems of every width. generate_every: generate the sums of every so many-th width.
+        batch_size: problems a step, at the full width. problems: test problems of every width.
+        growth: share of the steps over which the largest width of the training grows to `digits`; 0 means that it is so at once.
+        generate_every: generate the sums of every so many-th width.
     """
 
     digits: int = 32
@@ -96,7 +103,18 @@ class Settings:
     batch_size: int = 384
     lr: float = 2e-3
     problems: int = 256
+    growth: float = 0.5
     generate_every: int = 4
+
+    def longest(self, step: int) -> int:
+        """The largest width in a step of the training: it grows in `STAGES` equal stages, then it is `digits`."""
+        grown = step / (self.growth * self.steps) if self.growth else 1.0
+        return math.ceil(self.digits * min(STAGES, 1 + int(STAGES * grown)) / STAGES)
+
+    def batch(self, step: int, seed: int) -> Batch:
+        """The batch of a step; while numbers are shorter it has more rows, as many tokens as ever."""
+        longest = self.longest(step)
+        return training_batch(step, self.batch_size * (3 * self.digits + 5) // (3 * longest + 5), longest, seed)
 
 
 @dataclass(frozen=True)
@@ -106,14 +124,13 @@ class Variant:
     layout: str
     fields: dict[str, Any]
 
-    def config(self, settings: Settings, intermediate_size: int | None = None) -> Any:
+    def config(self, settings: Settings) -> Any:
         return FwzooConfig.from_layout(
             self.layout,
             vocab_size=VOCABULARY,
             hidden_size=settings.hidden_size,
             num_hidden_layers=settings.layers,
             num_attention_heads=settings.heads,
-            intermediate_size=intermediate_size,
             initializer_range=(3 * settings.hidden_size) ** -0.5,
             tie_word_embeddings=False,
             pad_token_id=PADDING,
@@ -147,24 +164,25 @@ def run(
     settings: Settings,
     seeds: Sequence[int],
     console: Console,
-    parameters: int | None = None,
 ) -> dict[str, Any]:
     """Train and test every model with every seed; write `results.json` and `addition.png`; show a table.
 
-    All models have `parameters` (None: those of the first) within 2 %, and see the same problems in the same order.
+    All models have as many parameters as the first within 2 %, and see the same problems in the same order.
 
     Raises:
         ValueError: a layout is not one, or cannot be matched. Interrupted: asked to stop; the same call goes on.
     """
-    first = next(iter(models.values()))
-    target = parameters or parameters_of(first.config(settings))
-    configs = {key: matched(functools.partial(model.config, settings), target) for key, model in models.items()}
+    configs = {key: model.config(settings) for key, model in models.items()}
+    match_parameters(list(configs.values()), list(configs), unit=8)
     about = {"models": {key: asdict(model) for key, model in models.items()}, **asdict(settings)}
     with Experiment(out, name, about, console) as experiment:
-        for seed, (key, config) in itertools.product(seeds, configs.items()):
-            piece = f"{key} seed {seed}"
-            experiment.piece(piece, _train_and_test, experiment, piece, config, settings, seed)
-        runs = {key: [experiment.data["pieces"][f"{key} seed {seed}"] for seed in seeds] for key in models}
+        pieces = experiment.pieces(
+            {
+                f"{key} seed {seed}": (_train_and_test, experiment, f"{key} seed {seed}", config, settings, seed)
+                for seed, (key, config) in itertools.product(seeds, configs.items())
+            }
+        )
+        runs = {key: [pieces[f"{key} seed {seed}"] for seed in seeds] for key in models}
         summary = {key: summarize(found, settings) for key, found in runs.items()}
         experiment.save(summary=summary)
         plot(out / "addition.png", runs, settings)
@@ -188,11 +206,11 @@ def _train_and_test(experiment: Experiment, key: str, config: Any, settings: Set
         lr=settings.lr,
         warmup=max(1, min(100, settings.steps // 10)),
         seed=seed,
+        bf16=True,
+        muon=True,
     )
     began = time.monotonic()
-    curve = experiment.train(
-        key, model, lambda step: training_batch(step, settings.batch_size, settings.digits, seed), schedule
-    )
+    curve = experiment.train(key, model, lambda step: settings.batch(step, seed), schedule)
     seconds = time.monotonic() - began
     widths = range(1, settings.test_digits + 1)
     result = {"parameters": sum(p.numel() for p in model.parameters()), "seconds": round(seconds, 1), "loss": curve}
@@ -206,17 +224,17 @@ def _train_and_test(experiment: Experiment, key: str, config: Any, settings: Set
 
 
 def test_problems(model: Any, width: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Held-out problems of one width on the model's device: ids `[count, 3 n + 3]`, and where the sum begins."""
+    """Held-out problems of one width on the model's device: ids `[count, 3 n + 5]`, and where the sum begins."""
     ids, _ = problems(np.full(count, width), np.random.default_rng([0, 2, width]))
-    return torch.from_numpy(ids).to(model.device), 2 * width + 2
+    return torch.from_numpy(ids).to(model.device), 2 * width + 3
 
 
 @torch.no_grad()
 def teacher_forced(model: Any, width: int, count: int) -> tuple[float, float]:
     """Share of the sum's digits that are right when all digits before are given, and of sums that are right in all."""
     ids, begin = test_problems(model, width, count)
-    guesses = model.eval()(input_ids=ids, use_cache=False).logits[:, begin - 1 : -1].argmax(-1)
-    right = guesses == ids[:, begin:]
+    guesses = model.eval()(input_ids=ids, use_cache=False).logits[:, begin - 1 : -2].argmax(-1)
+    right = guesses == ids[:, begin:-1]
     return right.float().mean().item(), right.all(1).float().mean().item()
 
 
@@ -234,7 +252,7 @@ def generated(model: Any, width: int, count: int) -> float:
         pad_token_id=PADDING,
         eos_token_id=None,
     )
-    return (written == ids)[:, begin:].float().mean().item()
+    return (written == ids[:, :-1])[:, begin:].float().mean().item()
 
 
 def summarize(runs: Sequence[dict[str, Any]], settings: Settings) -> dict[str, list[float]]:

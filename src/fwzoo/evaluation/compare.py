@@ -22,19 +22,14 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
-from ..analysis.cost import empty_model, model_cost
+from ..analysis.cost import model_cost
 from ..training.data import PackedRows, Row, Texts, collate
 from ..training.trainer import Schedule, loss_unit, train
 
 DEFAULT = ("fa", "la", "la:linear_decay=head", "gdn", "falcon1a", "falcon3a")
 """Softmax attention, linear attention, the same with learned decay, gated delta, Falcon-1A, Falcon-3A."""
 
-TOLERANCE = 0.02  # share by which the numbers of parameters may differ
 RESULT = "result.json"
-
-
-class Mismatch(ValueError):
-    """A layout that cannot be given as many parameters as the first one: a sentence with both numbers."""
 
 
 @dataclass(frozen=True)
@@ -66,36 +61,6 @@ def split_documents(documents: Sequence[str], share: float = 0.1) -> tuple[list[
         fit.append(text[:at])
         held_out.append(text[at:])
     return [text for text in fit if text], [text for text in held_out if text]
-
-
-def match_parameters(configs: Sequence[Any], names: Sequence[str]) -> list[int]:
-    """Set `intermediate_size` of all configs but the first so that they have as many parameters as the first has.
-
-    Returns: the number of parameters of each.
-
-    Raises:
-        Mismatch: one cannot come within 2 %, or an unknown number of parameters depends on the width.
-    """
-    counts: list[int] = []
-    for config, name in zip(configs, names, strict=True):
-        count = _parameters(config)
-        if counts:
-            width = config.intermediate_size
-            config.intermediate_size = width + 1
-            each = _parameters(config) - count
-            config.intermediate_size = max(1, width + round((counts[0] - count) / each)) if each else width
-            count = _parameters(config)
-            if abs(count / counts[0] - 1) > TOLERANCE:
-                raise Mismatch(
-                    f"layout {name!r} has {count:,} parameters with the feed-forward width that fits best; it must be "
-                    f"within {TOLERANCE:.0%} of {names[0]!r}, which has {counts[0]:,}."
-                )
-        counts.append(count)
-    return counts
-
-
-def _parameters(config: Any) -> int:
-    return empty_model(config).num_parameters()
 
 
 def run_one(

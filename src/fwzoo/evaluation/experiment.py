@@ -12,17 +12,21 @@ from typing import Any
 
 import torch
 import transformers
+from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
 
 from .. import __version__
+from ..analysis.cost import empty_model
 from ..training.interrupt import DeferredInterrupt
 from .training import Batch, Interrupted, Schedule, train
 
 
 class Experiment:
     """Pieces of work in a folder. A piece that is done is not done again, so the same command goes on where it stopped.
+
+    Several processes may work in one folder: each takes a piece that no other has, and none ends before all are done.
 
     Args:
         out: the folder; `results.json` in it holds the settings, the versions and the pieces.
@@ -47,7 +51,7 @@ class Experiment:
             "transformers": transformers.__version__,
         }
         self.data["versions"] |= {"device": device, "date": datetime.date.today().isoformat()}
-        out.mkdir(parents=True, exist_ok=True)
+        (out / "locks").mkdir(parents=True, exist_ok=True)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.interrupt = DeferredInterrupt(lambda: self.console.print("interrupted: saving"))
 
@@ -69,18 +73,45 @@ class Experiment:
 
     def piece(self, key: str, work: Callable[..., Any], *arguments: Any) -> Any:
         """The result of a piece: the stored one, or that of `work(*arguments)`, which is stored."""
+        return self.pieces({key: (work, *arguments)})[key]
+
+    def pieces(self, wanted: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+        """The results of several pieces, each given as a function and its arguments; those of other processes come last."""
+        open_pieces, found = list(wanted), {}
+        while open_pieces:
+            for key in open_pieces:
+                self.check()
+                try:
+                    with self._lock(key).acquire(timeout=0.5 if key == open_pieces[-1] else 0):
+                        found[key] = self._done(key, *wanted[key])
+                except Timeout:
+                    continue
+            open_pieces = [key for key in open_pieces if key not in found]
+        return {key: found[key] for key in wanted}
+
+    def _done(self, key: str, work: Callable[..., Any], *arguments: Any) -> Any:
+        self._merge()
         if key not in self.data["pieces"]:
-            self.check()
             self.data["pieces"][key] = json.loads(json.dumps(work(*arguments)))
             self.save()
         return self.data["pieces"][key]
 
+    def _lock(self, key: str) -> FileLock:
+        return FileLock(self.out / "locks" / f"{_file_name(key)}.lock")
+
+    def _merge(self) -> None:
+        """Take in what other processes have stored."""
+        if self.path.exists():
+            self.data["pieces"] |= json.loads(self.path.read_text())["pieces"]
+
     def save(self, **more: Any) -> None:
         """Write `results.json`, with further entries."""
         self.data.update(more)
-        partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps(self.data, indent=1) + "\n")
-        os.replace(partial, self.path)
+        with self._lock("results.json"):
+            self._merge()
+            partial = self.path.with_suffix(".partial")
+            partial.write_text(json.dumps(self.data, indent=1) + "\n")
+            os.replace(partial, self.path)
 
     def check(self) -> None:
         """Raise `Interrupted` when an interrupt was asked for."""
@@ -100,7 +131,7 @@ class Experiment:
             )
 
     def checkpoint(self, key: str) -> Path:
-        return self.out / f"{key.replace(' ', '-').replace('/', '-')}.pt"
+        return self.out / f"{_file_name(key)}.pt"
 
     @contextmanager
     def progress(self, title: str, total: int) -> Iterator[Callable[..., None]]:
@@ -127,6 +158,10 @@ class Experiment:
 
     def __exit__(self, *error: Any) -> None:
         self.interrupt.__exit__(*error)
+
+
+def _file_name(key: str) -> str:
+    return key.replace(" ", "-").replace("/", "-")
 
 
 @contextmanager
@@ -156,30 +191,47 @@ def prepare(model: Any) -> Any:
     return model
 
 
-def parameters_of(config: Any) -> int:
-    """Learned numbers of a model of this configuration (no memory is taken for it)."""
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    return sum(p.numel() for p in model.parameters())
+class Mismatch(ValueError):
+    """A layout that cannot be given as many parameters as the first one: a sentence with both numbers."""
 
 
-def matched(make: Callable[[int], Any], target: int, tolerance: float = 0.02) -> Any:
-    """The configuration whose number of parameters is closest to `target`, by the width of its feed-forward network.
+TOLERANCE = 0.02  # share by which the numbers of parameters may differ
+
+
+def match_parameters(configs: Sequence[Any], names: Sequence[str], unit: int = 1) -> list[int]:
+    """Set `intermediate_size` of all configs but the first so that they have as many parameters as the first has.
 
     Args:
-        make: takes `intermediate_size`.
+        unit: the width is a multiple of it where that is close enough (multiples of 8 are fast on a GPU).
+    Returns: the number of parameters of each.
 
     Raises:
-        ValueError: none is within `tolerance`.
+        Mismatch: one cannot come within 2 %, or an unknown number of parameters depends on the width.
     """
-    low, high = (parameters_of(make(size)) for size in (8, 16))
-    width = 8 + 8 * (target - low) / max(1, high - low)
-    for unit in (8, 1):  # multiples of 8 are fast on a GPU
-        config = make(max(1, round(width / unit) * unit))
-        count = parameters_of(config)
-        if abs(count - target) <= tolerance * target:
-            return config
-    raise ValueError(f"layout {config.layout!r} has {count:,} parameters; {target:,} cannot be matched within 2 %")
+    counts: list[int] = []
+    for config, name in zip(configs, names, strict=True):
+        count = _parameters(config)
+        if counts:
+            width = config.intermediate_size
+            config.intermediate_size = width + 1
+            each = _parameters(config) - count
+            best = width + (counts[0] - count) / each if each else width
+            for multiple in (unit, 1):
+                config.intermediate_size = max(1, round(best / multiple) * multiple)
+                count = _parameters(config)
+                if abs(count / counts[0] - 1) <= TOLERANCE:
+                    break
+            else:
+                raise Mismatch(
+                    f"layout {name!r} has {count:,} parameters with the feed-forward width that fits best; it must be "
+                    f"within {TOLERANCE:.0%} of {names[0]!r}, which has {counts[0]:,}."
+                )
+        counts.append(count)
+    return counts
+
+
+def _parameters(config: Any) -> int:
+    return int(empty_model(config).num_parameters())
 
 
 def mean_and_range(values: Sequence[float]) -> str:

@@ -188,15 +188,23 @@ def run(
         conditions: dict[str, dict[str, float]] = {"writing": {}}
         if can_freeze(model):
             conditions["frozen"] = {key: value for key, value in FROZEN.items() if hasattr(model.config, key)}
-        for condition, options in conditions.items():
-            for key, value in options.items():
+
+        def measured(condition: str, length: int) -> dict[str, Any]:
+            for key, value in conditions[condition].items():
                 setattr(model.config, key, value)
-            for length in settings.lengths:
-                test = (experiment, condition, model, text, marks, length, settings)
-                experiment.piece(f"{condition} {length}", test_length, *test)
-            for key in options:
-                setattr(model.config, key, learned[key])
-        pieces = {key: value for key, value in experiment.data["pieces"].items() if key != "training"}
+            try:
+                return test_length(experiment, condition, model, text, marks, length, settings)
+            finally:
+                for key in conditions[condition]:
+                    setattr(model.config, key, learned[key])
+
+        pieces = experiment.pieces(
+            {
+                f"{condition} {length}": (measured, condition, length)
+                for condition in conditions
+                for length in settings.lengths
+            }
+        )
         summary = {
             condition: {
                 str(length): [float(np.mean(row)) for row in pieces[f"{condition} {length}"]["accuracy"]]

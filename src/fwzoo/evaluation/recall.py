@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from ..configuration import FwzooConfig
 from ..modeling.cache import CACHE_KEY, FastWeightCache
 from .addition import options_of
-from .experiment import Experiment, figure, matched, mean_and_range, parameters_of, prepare
+from .experiment import Experiment, figure, match_parameters, mean_and_range, prepare
 from .training import IGNORED, Batch, Schedule
 
 FILLER = 0
@@ -101,14 +101,13 @@ MODELS = (
 """All mixers and fast memories; full attention has no fixed state and stands for what can be reached."""
 
 
-def config_of(layout: str, settings: Settings, size: int, extra: int, intermediate_size: int | None = None) -> Any:
+def config_of(layout: str, settings: Settings, size: int, extra: int) -> Any:
     """The configuration of a layout whose state grows with `size`, and a little with `extra`."""
     fields: dict[str, Any] = {
         "vocab_size": 2 * settings.symbols + 1,
         "hidden_size": settings.hidden_size,
         "num_hidden_layers": settings.layers,
         "num_attention_heads": settings.heads,
-        "intermediate_size": intermediate_size,
         "initializer_range": (3 * settings.hidden_size) ** -0.5,
         "tie_word_embeddings": False,
     }
@@ -191,12 +190,13 @@ def run(
     """
     about = {"layouts": list(layouts), **asdict(settings)}
     with Experiment(out, "recall", about, console) as experiment:
-        for layout in layouts:
-            experiment.piece(f"{layout} size", _size, layout, settings)
-        for seed, layout in itertools.product(seeds, layouts):
-            key = f"{layout} seed {seed}"
-            experiment.piece(key, _train_and_test, experiment, key, layout, settings, seed)
-        pieces = experiment.data["pieces"]
+        pieces = experiment.pieces({f"{layout} size": (_size, layout, settings) for layout in layouts})
+        pieces |= experiment.pieces(
+            {
+                f"{layout} seed {seed}": (_train_and_test, experiment, f"{layout} seed {seed}", layout, settings, seed)
+                for seed, layout in itertools.product(seeds, layouts)
+            }
+        )
         summary = {
             layout: {
                 "state_bytes": pieces[f"{layout} size"]["state_bytes"],
@@ -228,14 +228,16 @@ def _size(layout: str, settings: Settings) -> dict[str, Any]:
         tie_word_embeddings=False,
     )
     size, extra, held = at_state_bytes(layout, settings)
-    config = matched(lambda width: config_of(layout, settings, size, extra, width), parameters_of(usual))
+    config = config_of(layout, settings, size, extra)
+    match_parameters([usual, config], ["linear_attention", layout], unit=8)
     return {"state_bytes": held, "size": size, "extra": extra, "intermediate_size": config.intermediate_size}
 
 
 def _train_and_test(experiment: Experiment, key: str, layout: str, settings: Settings, seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     found = experiment.data["pieces"][f"{layout} size"]
-    config = config_of(layout, settings, *(found[name] for name in ("size", "extra", "intermediate_size")))
+    config = config_of(layout, settings, found["size"], found["extra"])
+    config.intermediate_size = found["intermediate_size"]
     model = prepare(AutoModelForCausalLM.from_config(config)).to(experiment.device)
     schedule = Schedule(
         steps=settings.steps,
@@ -243,6 +245,7 @@ def _train_and_test(experiment: Experiment, key: str, layout: str, settings: Set
         lr=settings.lr,
         warmup=max(1, min(100, settings.steps // 10)),
         seed=seed,
+        muon=True,
     )
 
     def batch(step: int) -> Batch:

@@ -1,7 +1,7 @@
 """Training a model on batches drawn on the fly: one captured step on a GPU, checkpoints, exact resumption.
 
-All batches have one shape, so on a GPU the whole step (forward, backward, clipping, AdamW) is captured once as a CUDA
-graph and replayed: a small model would otherwise wait for launches most of the time.
+Batches have few shapes, so on a GPU the whole step (forward, backward, clipping, AdamW) is captured as a CUDA graph once a
+shape and replayed: a small model would otherwise wait for launches most of the time.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..modeling.memories.base import FastMemory
+from .muon import Muon
 
 IGNORED = -100
 """The label of a token that is not to be predicted."""
@@ -26,7 +27,7 @@ IGNORED = -100
 Batch = tuple[Tensor, Tensor]
 """Token ids and labels, int64 `[B, T]`; the label at t is the token at t itself, or `IGNORED`."""
 
-WARM_UP = 3  # steps before the capture
+WARM_UP = 3  # steps of a shape before the capture
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Schedule:
     Attributes:
         lr: peak learning rate, after `warmup` steps; then along a cosine to a hundredth of it.
         save_every: seconds between checkpoints.
+        bf16: on a GPU, products are made in bfloat16 (autocast).
+        muon: the matrices of the layers are trained by Muon, everything else by AdamW.
     """
 
     steps: int
@@ -45,6 +48,8 @@ class Schedule:
     weight_decay: float = 0.1
     seed: int = 0
     save_every: float = 30.0
+    bf16: bool = False
+    muon: bool = False
 
     def lr_at(self, step: int) -> float:
         if step < self.warmup:
@@ -83,7 +88,7 @@ def train(
     model.train()
     for number in range(done, schedule.steps):
         step.put(*draw(number), schedule.lr_at(number))
-        if capture and number == done + WARM_UP:
+        if capture and step.warm:
             capture = step.capture()
         step.run()
         now = time.monotonic()
@@ -98,6 +103,13 @@ def train(
     return step.curve
 
 
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The weights of all projections, without embeddings and head."""
+    head = model.get_output_embeddings()
+    layers = (module for module in model.modules() if isinstance(module, nn.Linear) and module is not head)
+    return [module.weight for module in layers if module.weight.requires_grad]
+
+
 class Step:
     """One optimiser step on static buffers."""
 
@@ -107,13 +119,23 @@ class Step:
         self.device = self.parameters[0].device
         cuda = self.device.type == "cuda"
         self.lr = torch.tensor(schedule.lr, device=self.device) if cuda else schedule.lr
+        self.matrices = hidden_matrices(model) if schedule.muon else []
+        others = [p for p in self.parameters if all(p is not matrix for matrix in self.matrices)]
         groups = [
-            {"params": [p for p in self.parameters if p.ndim >= 2], "weight_decay": schedule.weight_decay},
-            {"params": [p for p in self.parameters if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for p in others if p.ndim >= 2], "weight_decay": schedule.weight_decay},
+            {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
         ]
-        self.optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=self.lr, betas=(0.9, 0.95), fused=cuda, capturable=cuda
-        )
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(
+                [group for group in groups if group["params"]],
+                lr=self.lr,
+                betas=(0.9, 0.95),
+                fused=cuda,
+                capturable=cuda,
+            )
+        ]
+        if self.matrices:
+            self.optimizers.append(Muon(self.matrices, self.lr, schedule.weight_decay))
         self.ids = self.labels = torch.empty(0, dtype=torch.long, device=self.device)
         self.count = torch.ones((), device=self.device)
         self.loss = torch.zeros((), device=self.device)
@@ -121,6 +143,7 @@ class Step:
         self.steps = torch.zeros(10, dtype=torch.float64)
         self.part = torch.zeros((), dtype=torch.long, device=self.device)
         self.graph: Any = None
+        self.launched = 0  # steps of this shape
         self.stream = torch.cuda.Stream() if cuda else None
 
     def put(self, ids: Tensor, labels: Tensor, lr: float) -> None:
@@ -132,39 +155,56 @@ class Step:
         if isinstance(self.lr, Tensor):
             self.lr.fill_(lr)
         else:
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
+            self._set_rate(lr)
         if self.ids.shape != ids.shape:
+            self.graph, self.launched = None, 0
             self.ids, self.labels = ids.to(self.device), labels.to(self.device)
         else:
             self.ids.copy_(ids, non_blocking=True)
             self.labels.copy_(labels, non_blocking=True)
 
+    @property
+    def warm(self) -> bool:
+        """Whether it is time to capture."""
+        return self.graph is None and self.launched >= WARM_UP
+
     def compute(self) -> None:
         """Forward, backward, clipping, AdamW."""
-        logits = self.model(input_ids=self.ids, use_cache=False).logits
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.schedule.bf16 and self.stream is not None):
+            logits = self.model(input_ids=self.ids, use_cache=False).logits
         labels = self.labels[:, 1:].flatten()
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels, ignore_index=IGNORED, reduction="sum")
         loss = loss / self.count
         loss.backward()
         nn.utils.clip_grad_norm_(self.parameters, 1.0)
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         self.loss.copy_(loss.detach())
         self.total.index_add_(0, self.part[None], self.loss.double()[None])
+
+    def _set_rate(self, lr: float | Tensor) -> None:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+
+    def clear(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def run(self) -> None:
         """The step, replayed where it was captured."""
         if self.graph is not None:
             self.graph.replay()
             return
+        self.launched += 1
         if self.stream is None:
-            self.optimizer.zero_grad(set_to_none=True)
+            self.clear()
             self.compute()
             return
         # before a capture, everything runs on a stream of its own
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            self.optimizer.zero_grad(set_to_none=True)
+            self.clear()
             self.compute()
         torch.cuda.current_stream().wait_stream(self.stream)
 
@@ -173,7 +213,7 @@ class Step:
         if any(isinstance(module, FastMemory) for module in self.model.modules()):
             print("no CUDA graph: a fast memory asks the GPU how many rows it has written", flush=True)
             return False
-        self.optimizer.zero_grad(set_to_none=True)
+        self.clear()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph):
@@ -181,7 +221,7 @@ class Step:
         except Exception as error:  # whatever a model does that a graph cannot hold
             torch.cuda.set_stream(stream)
             torch.cuda.synchronize()
-            self.optimizer.zero_grad(set_to_none=True)
+            self.clear()
             print(f"no CUDA graph, every step is launched anew ({str(error).splitlines()[0]})", flush=True)
             return False
         self.graph = graph
@@ -198,7 +238,7 @@ class Step:
             "schedule": asdict(self.schedule),
             "done": done,
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "total": self.total,
             "steps": self.steps,
         }
@@ -213,9 +253,9 @@ class Step:
             return 0
         state = torch.load(path, map_location=self.device, weights_only=True)
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.lr
+        for optimizer, had in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(had)
+        self._set_rate(self.lr)
         self.total.copy_(state["total"])
         self.steps.copy_(state["steps"])
         return int(state["done"])
