@@ -128,6 +128,7 @@ class Op:
         levels: level name to implementation.
         short: up to this many tokens a CPU runs the token loop faster than the chunk form.
         samples: random calls for `fwzoo selftest`, from what draws their tensors.
+        largest: K and V that its Triton kernels take.
         limits: from whether a call is of few tokens, whether it wants gradients, and its keyword options.
     """
 
@@ -135,13 +136,14 @@ class Op:
     levels: dict[str, Callable[..., Any]]
     short: int = 0
     samples: Callable[[Draw], Iterator[Sample]] = lambda draw: iter(())
+    largest: int = LARGEST
     limits: Callable[..., Limits] = lambda few, backward, **options: NO_LIMITS
 
     def unavailable(self, level: str, tensors: Sequence[Tensor] = (), limits: Limits = NO_LIMITS) -> str | None:
         """Why `level` cannot run on `tensors` (query, key, value, ...), or None."""
         if level not in self.levels:
             return f"{self.name} has no {level} level in this version of fwzoo"
-        return (triton_cannot_run(tensors) or limits.cannot) if level == "triton" else None
+        return (triton_cannot_run(tensors, self.largest) or limits.cannot) if level == "triton" else None
 
     def choose(self, tokens: int, tensors: Sequence[Tensor] = (), limits: Limits = NO_LIMITS) -> tuple[str, str]:
         """The level that `auto` takes for a call of `tokens` tokens, and the reason."""
@@ -186,7 +188,7 @@ class Op:
         return Explanation(self.name, chosen, reason, others)
 
 
-def triton_cannot_run(tensors: Sequence[Tensor]) -> str | None:
+def triton_cannot_run(tensors: Sequence[Tensor], largest: int = LARGEST) -> str | None:
     """Why no Triton kernel can run on query, key, value, ..., or None. The device of the tensors decides."""
     if NO_TRITON is not None:
         return NO_TRITON
@@ -199,8 +201,8 @@ def triton_cannot_run(tensors: Sequence[Tensor]) -> str | None:
         return f"the tensors are {q.dtype}, and the Triton kernels take float32, bfloat16 and float16"
     sizes = {"K": q.shape[-1], "V": v.shape[-1]}
     for name, size in sizes.items():
-        if size > LARGEST:
-            return f"{name} is {size}, and the Triton kernels take {name} up to {LARGEST}"
+        if size > largest:
+            return f"{name} is {size}, and the Triton kernels take {name} up to {largest}"
     return None
 
 

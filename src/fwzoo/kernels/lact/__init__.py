@@ -5,6 +5,8 @@ Source: "Test-Time Training Done Right" (2025).
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from .. import contract
@@ -12,7 +14,7 @@ from ..contract import Op
 from ..samples import FLOATS, Draw, Sample, Samples
 from .chunk import lact_chunk
 from .reference import lact_reference
-from .rules import LactState, Options, Tokens, empty_state
+from .rules import WIDEST, LactState, Options, Tokens, empty_state
 
 __all__ = ["LactState", "lact"]
 
@@ -29,7 +31,27 @@ def _samples(draw: Draw) -> Samples:
     yield Sample("momentum, prenorm", tokens, rates | momentum, weights, {"chunk_size": 64, "prenorm": True}, dtypes)
 
 
-LACT = contract.register(Op("lact", {"reference": lact_reference, "chunk": lact_chunk}, samples=_samples))
+def _limits(few: bool = False, backward: bool = False, hidden: int = 1, **options: Any) -> contract.Limits:
+    """What the call means for the kernels; hidden: M."""
+    if hidden > WIDEST:
+        return contract.Limits(cannot=f"M is {hidden}, and the Triton kernels take M up to {WIDEST}")
+    return contract.NO_LIMITS
+
+
+def _triton(*arguments: Any) -> tuple[Tensor, LactState]:
+    from .triton import lact_triton  # only here: fwzoo does not need triton
+
+    return lact_triton(*arguments)
+
+
+LACT = contract.register(
+    Op(
+        "lact",
+        {"reference": lact_reference, "chunk": lact_chunk, "triton": _triton},
+        samples=_samples,
+        largest=WIDEST,
+    )
+)
 
 
 def lact(
@@ -68,7 +90,7 @@ def lact(
         prenorm: sum the updates un-normalised and read a copy with rescaled rows; otherwise rescale the weights themselves.
         state: `LactState` to continue from. mask: bool `[B, T]`, True for real tokens.
         cu_seqlens: int64 `[S + 1]`, boundaries of documents packed along T (B must be 1); the state then has N = S rows.
-        level: "auto", "reference" or "chunk".
+        level: "auto", "reference", "chunk" or "triton" (CUDA tensors, D and M up to 8192).
 
     Returns:
         Output `[B, T, H, D]` in the dtype of q (rows of masked tokens are 0), and the complete `LactState`.
@@ -95,7 +117,7 @@ def lact(
         momentum = q.new_zeros(q.shape[:3], dtype=dtype)
     tokens = Tokens(k, v, *(x.to(dtype) for x in (lr0, lr1, lr2, momentum)))
     contract.check_values({"q": q, **tokens._asdict()}, mask)
-    run = LACT.resolve(level, q.shape[1])
+    run = LACT.resolve(level, q.shape[1], (q, k, v), _limits(hidden=w0.shape[1]))
     return run(q, tokens, options, state, counts, mask, bounds)
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 NORM_EPS, FROBENIUS_EPS = 1e-5, 1e-7
+WIDEST = 8192  # row of fast weights that a Triton program holds
 
 NEWTON_SCHULZ = (
     (4.0848, -6.8946, 2.9270),
