@@ -160,7 +160,9 @@ def waiting_tokens(tiling: Tiling, tiles: Tokens, heads: int, chunk: int) -> tup
     count = tiling.lengths % chunk
     slot = (tiling.lengths - count)[:, None] + torch.arange(chunk, device=count.device)
     slot = torch.where(slot < tiling.lengths[:, None], slot, -1)
-    pending = [tiling.leave(tiling.pick(x, slot, heads).transpose(1, 2)) for x in (*tiles[:5], tiles.momentum[..., None])]
+    pending = [
+        tiling.leave(tiling.pick(x, slot, heads).transpose(1, 2)) for x in (*tiles[:5], tiles.momentum[..., None])
+    ]
     pending[5] = pending[5].squeeze(-1)
     return pending, tiling.leave(count)
 

@@ -6,7 +6,6 @@ Arithmetic is float32, whatever the buffers hold. Imported only by the `triton` 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -189,7 +188,7 @@ def written_backward(four: Tensor, two: Tensor, rates: Tensor, d_rates: Tensor, 
     with on_device(four):
         _written_backward_kernel[(triton.cdiv(rows, lines),)](
             four, two, rates, d_rates, rows, first, rates.stride(0), M=hidden, PER_CHANNEL=rates.shape[2] > 1,
-            ROWS=lines, BM=columns,
+            ROWS=lines, BM=columns, num_warps=8,
         )  # fmt: skip
 
 

@@ -64,7 +64,7 @@ def _unpack(flat: Tensor, heads: int, size: int, hidden: int) -> tuple[Tensor, T
     """W0, W1, W2 with axes `[N, H, .., ..]`."""
     both, w1 = split(flat, size, hidden)
     w0, w2 = both.unflatten(1, (2, hidden)).unbind(1)
-    return tuple(x.unflatten(0, (-1, heads)).contiguous() for x in (w0, w1, w2))  # type: ignore[return-value]
+    return tuple(x.unflatten(0, (-1, heads)).contiguous() for x in (w0, w1, w2))
 
 
 def _scan(
@@ -279,7 +279,15 @@ def _forward(
     empty = weights.new_empty(0)
     if not keep:
         saved, saved_last = k.new_empty(0), k.new_empty(0)
-    return o, weights, empty if sums is weights else sums, empty.clone() if last is None else last, saved, lengths, saved_last
+    return (
+        o,
+        weights,
+        empty if sums is weights else sums,
+        empty.clone() if last is None else last,
+        saved,
+        lengths,
+        saved_last,
+    )
 
 
 def _scaled(k: Tensor, rate: Tensor, first: int) -> Tensor:
