@@ -347,6 +347,12 @@ class FwzooModel(FwzooPreTrainedModel):
         parts = (part for layer in self.layers for part in (layer.mixer, layer.feed_forward, layer.memory))
         return all(part is None or getattr(part, "steps_alike", False) for part in parts)
 
+    def steps_left(self, cache: FastWeightCache) -> int | None:
+        """How many tokens can be decoded one by one until a layer does other work than before; None: any number."""
+        parts = ((layer.mixer, past) for layer, past in zip(self.layers, cache.layers, strict=True))
+        left = [part.steps_left(past.memory("mixer")) for part, past in parts if hasattr(part, "steps_left")]
+        return min(left, default=None)
+
     def memories(self) -> dict[int, StagedBuffers]:
         """The memory of every layer that has one, by layer number."""
         slots = ((i, slot) for i, layer in enumerate(self.layers) for slot in (layer.feed_forward, layer.memory))

@@ -51,6 +51,7 @@ class GraphedStep:
     def __init__(self) -> None:
         self._graphs: dict[Any, _Graph] = {}
         self._last: _Graph | None = None
+        self._left: int | None = None  # steps until one does other work
         self._refused = False
         self._capturable: bool | None = None
 
@@ -65,14 +66,17 @@ class GraphedStep:
         ):
             return False
         if self._last is not None and self._last.holds(cache):
-            return True
-        return (
+            return self._left != 0
+        allowed = (
             not (torch.is_grad_enabled() or torch.is_autocast_enabled(input_ids.device.type) or model.training)
             and not hasattr(model, "hf_device_map")
             and all(layer.tensors and not layer.record_past for layer in cache.layers)
             and model.get_decoder().steps_alike()
             and self._can_capture(model)
         )
+        if allowed:
+            self._left = model.get_decoder().steps_left(cache)
+        return allowed and self._left != 0
 
     def _can_capture(self, model: Any) -> bool:
         if self._capturable is None:
@@ -95,6 +99,8 @@ class GraphedStep:
                     logger.warning_once("decoding runs without a CUDA graph, because capturing it failed: %s", error)
                     return None
             self._last = self._graphs[key]
+        if self._left is not None:
+            self._left -= 1
         return self._last.replay(input_ids, mask, cache)
 
 

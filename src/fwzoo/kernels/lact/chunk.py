@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ..contract import may_overwrite_states
 from ..tiling import Tiling
 from .reference import lact_reference
 from .rules import LactState, Memory, Options, Tokens, read, update
@@ -67,14 +68,22 @@ def _within_chunk(
     real = torch.ones(q.shape[:2], dtype=torch.bool, device=q.device) if mask is None else mask
     queries = torch.where(real[..., None, None], q, 0)
     o = read_tiles(state.w0, state.w1, state.w2, queries.transpose(1, 2)).transpose(1, 2)
-    # masked tokens go into one slot behind the chunk, which is cut off
-    slot = torch.where(real, state.count[:, None] + real.cumsum(1) - 1, chunk)
+    slot = state.count[:, None] + real.cumsum(1) - 1
     pending = []
     for old, x in zip(state.pending, tokens, strict=True):
-        index = slot.view(*slot.shape, *[1] * (x.ndim - 2)).expand_as(x)
-        room = torch.cat([old, torch.zeros_like(old[:, :1])], 1)
-        pending.append(room.scatter(1, index, x.to(old.dtype))[:, :chunk])
+        x = x.to(old.dtype)
+        if mask is None:
+            index = _along(slot, x)
+            pending.append(old.scatter_(1, index, x) if may_overwrite_states() else old.scatter(1, index, x))
+        else:  # masked tokens go into one slot behind the chunk, which is cut off
+            room = torch.cat([old, torch.zeros_like(old[:, :1])], 1)
+            pending.append(room.scatter(1, _along(torch.where(real, slot, chunk), x), x)[:, :chunk])
     return o, LactState._make((*state.memory, *pending, state.count + real.sum(1)))
+
+
+def _along(slot: Tensor, x: Tensor) -> Tensor:
+    """Slots `[N, T]` as an index for `[N, T, ..]`."""
+    return slot.view(*slot.shape, *[1] * (x.ndim - 2)).expand_as(x)
 
 
 def _after_pending(
