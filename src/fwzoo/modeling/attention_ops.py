@@ -170,8 +170,8 @@ def _attend_one(
         q, k, v = (torch.where(real, x, 0) for x in (q, k, v))
     keys, values = torch.cat([past.k, k.to(past.k.dtype)], 1), torch.cat([past.v, v.to(past.v.dtype)], 1)
     known = torch.arange(past.k.shape[1], -1, -1, device=q.device) <= past.count[:, None]
-    rows = (x.transpose(1, 2) for x in (q, keys.to(q.dtype), values.to(q.dtype)))
-    o = F.scaled_dot_product_attention(*rows, attn_mask=known[:, None, None]).transpose(1, 2)
+    q, k, v = (x.transpose(1, 2) for x in (q, keys.to(q.dtype), values.to(q.dtype)))
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=known[:, None, None]).transpose(1, 2)
     keys, values, count = keys[:, 1:], values[:, 1:], past.count + 1
     if mask is not None and real is not None:
         o, count = torch.where(real, o, 0), past.count + mask[:, 0].long()
