@@ -16,6 +16,7 @@ import functools
 import gc
 import importlib.util
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def load(checkout: Path) -> Callable[..., Tensor]:
     spec = importlib.util.spec_from_file_location("public_lact", path)
     if spec is None or spec.loader is None or not path.is_file():
         raise SystemExit(f"--public is {checkout}, which has no {path.relative_to(checkout)}")
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where torch.compile looks for it
     spec.loader.exec_module(module)
     return module.block_causal_lact_swiglu
 

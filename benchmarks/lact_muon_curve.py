@@ -50,6 +50,7 @@ def losses(text: torch.Tensor, level: str, dtype: torch.dtype, steps: int, seed:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--text", type=Path, nargs="*", default=TEXTS)
+    parser.add_argument("--runs", nargs="*", help="names of runs, None for all")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--out", type=Path, default=Path("runs/lact-curve"))
     args = parser.parse_args()
@@ -63,6 +64,8 @@ def main() -> None:
     }
     curves: dict[str, list[float]] = {}
     for name, run in runs.items():
+        if args.runs and name not in args.runs:
+            continue
         level, dtype, seed = run
         curves[name] = losses(text, level, dtype, args.steps, seed)
         tenths = [sum(part) / len(part) for part in zip(*[iter(curves[name])] * max(1, args.steps // 10), strict=False)]

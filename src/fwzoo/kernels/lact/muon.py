@@ -52,22 +52,26 @@ def orthogonal_backward(d_flat: Tensor, flat: Tensor, trail: Trail, size: int, h
 
 def _wide(flat: Tensor, size: int, hidden: int) -> Tensor:
     """Flat `[R, 3 M D]` as matrices `[3 R, short, long]`."""
+    if hidden == size:
+        return flat.reshape(-1, size, size)
     both, w1 = split(flat, size, hidden)
     both = both.unflatten(1, (2, hidden))
     if hidden > size:
         both = both.mT
-    elif hidden < size:
+    else:
         w1 = w1.mT
     return torch.cat([both, w1[:, None]], 1).flatten(0, 1)
 
 
 def _flat(x: Tensor, size: int, hidden: int) -> Tensor:
     """The inverse of `_wide`."""
+    if hidden == size:
+        return x.reshape(-1, 3 * size * size)
     x = x.unflatten(0, (-1, 3))
     both, w1 = x[:, :2], x[:, 2]
     if hidden > size:
         both = both.mT
-    elif hidden < size:
+    else:
         w1 = w1.mT
     return torch.cat([both.flatten(1), w1.flatten(1)], 1)
 

@@ -83,9 +83,9 @@ def swiglu_backward(both: Tensor, d_hidden: Tensor) -> None:
 # --- what a chunk writes: rows whose products with k and v are the three directions ---
 
 
-@triton.jit(do_not_specialize=["rows", "first", "plane"])
+@triton.jit(do_not_specialize=["rows"])
 def _written_kernel(
-    both, error, rates, rows, first, plane,
+    both, error, rates, rows,
     M: tl.constexpr, PER_CHANNEL: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -97,14 +97,13 @@ def _written_kernel(
     active = gate * sigmoid
     slope = sigmoid + active * (1.0 - sigmoid)
     if PER_CHANNEL:  # the rates of W0 and W2 are with the keys
-        lr1 = _at(rates + plane, (first + r) * M, m, ok)
+        lr1 = _at(rates + rows * M, r * M, m, ok)
         zero, one, two = slope * e * up, lr1 * active * up, e * active
     else:
-        at = rates + first + r
         lr0, lr1, lr2 = (
-            tl.load(at, mask=inside, other=0.0)[:, None],
-            tl.load(at + plane, mask=inside, other=0.0)[:, None],
-            tl.load(at + 2 * plane, mask=inside, other=0.0)[:, None],
+            tl.load(rates + r, mask=inside, other=0.0)[:, None],
+            tl.load(rates + rows + r, mask=inside, other=0.0)[:, None],
+            tl.load(rates + 2 * rows + r, mask=inside, other=0.0)[:, None],
         )
         zero, one, two = lr0 * slope * e * up, lr1 * active * up, lr2 * e * active
     _put(both, r * 2 * M, m, zero, ok)
@@ -112,34 +111,32 @@ def _written_kernel(
     _put(error, r * M, m, one, ok)
 
 
-def written(both: Tensor, error: Tensor, rates: Tensor, first: int) -> None:
+def written(both: Tensor, error: Tensor, rates: Tensor) -> None:
     """From gates and ups `[R, C, 2 M]` and errors `[R, C, M]`, in their place, the rows that W0, W2 and W1 get.
 
     Args:
-        rates: float32 `[3, rows, 1 or M]`. first: row of the chunk's first token in it.
+        rates: float32 `[3, R C, 1 or M]`.
     """
     rows, hidden = error.shape[0] * error.shape[1], error.shape[2]
     columns, lines = _blocks(hidden, 512)
     with on_device(both):
         _written_kernel[(triton.cdiv(rows, lines), triton.cdiv(hidden, columns))](
-            both, error, rates, rows, first, rates.stride(0), M=hidden, PER_CHANNEL=rates.shape[2] > 1,
-            ROWS=lines, BM=columns,
-        )  # fmt: skip
+            both, error, rates, rows, M=hidden, PER_CHANNEL=rates.shape[2] > 1, ROWS=lines, BM=columns
+        )
 
 
-@triton.jit(do_not_specialize=["rows", "first", "plane"])
+@triton.jit(do_not_specialize=["rows"])
 def _written_backward_kernel(
-    four, two, rates, d_rates, rows, first, plane,
+    four, two, rates, d_rates, rows,
     M: tl.constexpr, PER_CHANNEL: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = r < rows
-    at = first + r
     if not PER_CHANNEL:
         lr0, lr1, lr2 = (
-            tl.load(rates + at, mask=inside, other=0.0)[:, None],
-            tl.load(rates + plane + at, mask=inside, other=0.0)[:, None],
-            tl.load(rates + 2 * plane + at, mask=inside, other=0.0)[:, None],
+            tl.load(rates + r, mask=inside, other=0.0)[:, None],
+            tl.load(rates + rows + r, mask=inside, other=0.0)[:, None],
+            tl.load(rates + 2 * rows + r, mask=inside, other=0.0)[:, None],
         )
     sum0, sum1, sum2 = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
     for begin in range(0, M, BM):
@@ -154,8 +151,8 @@ def _written_backward_kernel(
         curve = sigmoid * (1.0 - sigmoid) * (2.0 + gate * (1.0 - 2.0 * sigmoid))
         zero, one, second = slope * e * up, active * up, e * active
         if PER_CHANNEL:
-            lr1 = _at(rates + plane, at * M, m, ok)
-            _put(d_rates + plane, at * M, m, grad1 * one, ok)
+            lr1 = _at(rates + rows * M, r * M, m, ok)
+            _put(d_rates + rows * M, r * M, m, grad1 * one, ok)
             one, grad1 = one * lr1, grad1 * lr1
         else:
             sum0 += tl.sum(grad0 * zero, 1)
@@ -170,26 +167,34 @@ def _written_backward_kernel(
         _put(two, r * 2 * M, m, one, ok)
         _put(two, r * 2 * M + M, m, grad0 * slope * up + grad2 * active, ok)
     if not PER_CHANNEL:
-        tl.store(d_rates + at, sum0, mask=inside)
-        tl.store(d_rates + plane + at, sum1, mask=inside)
-        tl.store(d_rates + 2 * plane + at, sum2, mask=inside)
+        tl.store(d_rates + r, sum0, mask=inside)
+        tl.store(d_rates + rows + r, sum1, mask=inside)
+        tl.store(d_rates + 2 * rows + r, sum2, mask=inside)
 
 
-def written_backward(four: Tensor, two: Tensor, rates: Tensor, d_rates: Tensor, first: int) -> None:
+def written_backward(four: Tensor, two: Tensor, rates: Tensor, d_rates: Tensor) -> None:
     """The backward pass of `written`, all in place.
 
     Args:
         four: `[R, C, 4 M]`, gradients of the rows of W0 and W2, gates, ups; becomes the rows and the gradients of gates, ups.
         two: `[R, C, 2 M]`, gradients of the rows of W1, errors; becomes the rows and the gradients of the errors.
-        rates, d_rates: float32 `[3, rows, 1 or M]`; with a rate a channel, only the middle one is done here.
+        rates, d_rates: float32 `[3, R C, 1 or M]`; with a rate a channel, only the middle one is done here.
     """
     rows, hidden = two.shape[0] * two.shape[1], two.shape[2] // 2
     columns, lines = _blocks(hidden, 1024)
     with on_device(four):
         _written_backward_kernel[(triton.cdiv(rows, lines),)](
-            four, two, rates, d_rates, rows, first, rates.stride(0), M=hidden, PER_CHANNEL=rates.shape[2] > 1,
-            ROWS=lines, BM=columns, num_warps=8,
-        )  # fmt: skip
+            four,
+            two,
+            rates,
+            d_rates,
+            rows,
+            M=hidden,
+            PER_CHANNEL=rates.shape[2] > 1,
+            ROWS=lines,
+            BM=columns,
+            num_warps=8,
+        )
 
 
 # --- the step of the weights: momentum, sum, and rows with the norms of the beginning ---
@@ -243,9 +248,9 @@ def _step_kernel(
         tl.store(lengths + r, length, mask=inside)
 
 
-def _flat_grid(x: Tensor, size: int, hidden: int) -> tuple[tuple[int], dict[str, int]]:
+def _flat_grid(rows: int, size: int, hidden: int) -> tuple[tuple[int], dict[str, int]]:
     columns, lines = _blocks(max(size, hidden), WIDEST)
-    total = x.shape[0] * (2 * hidden + size)
+    total = rows * (2 * hidden + size)
     return (triton.cdiv(total, lines),), {"total": total, "D": size, "M": hidden, "ROWS": lines, "BF": columns}
 
 
@@ -257,14 +262,14 @@ def step_weights(
     """Add a direction, with momentum, to the weights, and give their rows the norms of the beginning.
 
     Args:
-        step: the direction. last: the direction before, float32, replaced by the new one; None: no momentum.
+        step: the direction, of the first rows of all others. last: the direction before, float32, replaced by the new one; None: no momentum.
         kept: float32 `[R]`, share of it that is kept. full: int32 `[N]`, which documents' chunks are full, None: all.
         sums: float32, advanced in place; the weights themselves unless the sums are kept un-normalised.
         weights: float32, replaced. norms: float32 `[R, 2 M + D]`. saved: filled with the new weights.
         lengths: filled with the norms of the rows before they are rescaled. saved_last: filled with the new direction.
         size, hidden: D and M.
     """
-    grid, constants = _flat_grid(step, size, hidden)
+    grid, constants = _flat_grid(step.shape[0], size, hidden)
     with on_device(step):
         _step_kernel[grid](
             step, last, kept, full, sums, weights, norms, saved, lengths, saved_last, heads=heads, **constants,
@@ -273,23 +278,18 @@ def step_weights(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["total", "some", "heads"])
+@triton.jit(do_not_specialize=["total", "heads"])
 def _step_backward_kernel(
-    d_weights, d_sums, read_grad, write_grad, some, d_last, last, kept, full, weights, before, lengths, norms, d_norms,
+    d_weights, d_sums, read_grad, write_grad, d_last, last, kept, full, weights, before, lengths, norms, d_norms,
     d_step, d_kept, total, heads,
     D: tl.constexpr, M: tl.constexpr, MOMENTUM: tl.constexpr, MASKED: tl.constexpr, PRENORM: tl.constexpr,
-    READ: tl.constexpr, WRITE: tl.constexpr, BESIDE: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr,
+    BESIDE: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr,
     BF: tl.constexpr,
 ):  # fmt: skip
     r, b, row, at, width = _flat_rows(total, D, M, ROWS)
     f, inside = tl.arange(0, BF), r < total
     ok = inside[:, None] & (f[None, :] < width[:, None])
-    grad = _at(d_weights, at, f, ok)
-    later = ok & (b < some)[:, None]
-    if READ:
-        grad += _at(read_grad, at, f, later)
-    if WRITE:
-        grad += _at(write_grad, at, f, later)
+    grad = _at(d_weights, at, f, ok) + _at(read_grad, at, f, ok) + _at(write_grad, at, f, ok)
     moves = inside
     if MASKED:
         moves = inside & (tl.load(full + b // heads, mask=inside, other=0) != 0)
@@ -329,25 +329,23 @@ def _step_backward_kernel(
 
 
 def step_weights_backward(
-    d_weights: Tensor, d_sums: Tensor | None, later: tuple[Tensor | None, Tensor | None], some: int,
-    d_last: Tensor | None, last: Tensor | None, kept: Tensor | None, full: Tensor | None, heads: int, weights: Tensor,
-    before: Tensor | None, lengths: Tensor, norms: Tensor, d_norms: Tensor, d_step: Tensor, d_kept: Tensor | None,
-    size: int, hidden: int,
+    rows: int, d_weights: Tensor, d_sums: Tensor | None, read: Tensor, write: Tensor, d_last: Tensor | None,
+    last: Tensor | None, kept: Tensor | None, full: Tensor | None, heads: int, weights: Tensor, before: Tensor | None,
+    lengths: Tensor, norms: Tensor, d_norms: Tensor, d_step: Tensor, d_kept: Tensor, size: int, hidden: int,
 ) -> None:  # fmt: skip
-    """The backward pass of `step_weights`.
+    """The backward pass of `step_weights`, for the first `rows` rows.
 
     Args:
         d_weights: float32, gradient of the new weights, becomes that of the ones before. d_sums: the same of the sums.
-        later: more of the gradient of the new weights, for the first `some` rows. d_last: gradient of the new direction,
-            becomes that of the one before. last: the direction before. weights, lengths: as saved.
+        read, write: more of the gradient of the new weights. d_last: gradient of the new direction, becomes that of the
+            one before, or None. last: the direction before. weights, lengths: as saved.
         before: the weights before, which are put beside `d_step` `[R, 6 M D]`, `[dG02; W02]` and `[dG1 | W1]`; None: not.
         d_norms: float32, added to. d_step: filled. d_kept: float32 `[R, 2 M + D]`, filled with parts of the gradient of kept.
     """
-    grid, constants = _flat_grid(weights, size, hidden)
+    grid, constants = _flat_grid(rows, size, hidden)
     with on_device(weights):
         _step_backward_kernel[grid](
-            d_weights, d_sums, *later, some, d_last, last, kept, full, weights, before, lengths, norms, d_norms, d_step,
+            d_weights, d_sums, read, write, d_last, last, kept, full, weights, before, lengths, norms, d_norms, d_step,
             d_kept, heads=heads, **constants, MOMENTUM=d_last is not None, MASKED=full is not None,
-            PRENORM=d_sums is not None, READ=later[0] is not None, WRITE=later[1] is not None,
-            BESIDE=before is not None, EPS=NORM_EPS,
+            PRENORM=d_sums is not None, BESIDE=before is not None, EPS=NORM_EPS,
         )  # fmt: skip

@@ -23,8 +23,9 @@ from ..contract import few_tokens, needs_backward
 from ..gpu import custom
 from ..tiling import Tiling
 from . import passes
+from .chain import Backward, Forward, Shape, chain_for
 from .chunk import in_chunks, read_plainly, waiting_tokens
-from .muon import Trail, orthogonal, orthogonal_backward, split
+from .muon import split
 from .rules import LactState, Options, Tokens
 
 READ_TOKENS = 1 << 16  # tokens times heads of one read: enough to fill the card, and its hidden units fit in its memory
@@ -98,12 +99,11 @@ def _scan(
         sums, last = (x if x is None else _enter(tiling, x, heads) for x in (sums, last))
     tiles = Tokens._make((*(tile(x) for x in tokens[:5]), tile(tokens.momentum[..., None]).squeeze(-1)))
     k, v, lr0, lr1, lr2, momentum = tiles
-    kept = momentum.mean(-1).flatten() if options.momentum else None
-    rates = torch.stack([x.reshape(-1, x.shape[-1]) for x in (lr0, lr1, lr2)])
-    keep = needs_backward((q, k, v, rates, kept, weights, sums, norms, last))
+    gates = _gates((lr0, lr1, lr2), momentum, steps)
+    keep = needs_backward((q, k, v, gates, weights, sums, norms, last))
     o_tiles, weights, new_sums, new_last, *_ = _scan_operator(
-        tile(q), k, v, rates, kept, full, weights, sums, norms, last, steps,
-        [heads, hidden, updates, int(options.muon), int(keep)],
+        tile(q), k, v, gates, full, weights, sums, norms, last, steps,
+        [heads, hidden, updates, lr0.shape[-1], int(options.muon), int(keep)],
     )  # fmt: skip
     fields = [weights, new_sums if options.prenorm else weights, new_last]
     if tiling is None:
@@ -123,6 +123,15 @@ def _scan(
     directions = new[2] if options.momentum else state[9:12]
     waiting = (x.to(old.dtype) for x, old in zip(pending, state.pending, strict=True))
     return o, LactState._make((*new[0], *new[1], *state[6:9], *directions, *waiting, count))
+
+
+def _gates(rates: tuple[Tensor, ...], momentum: Tensor, steps: list[int]) -> Tensor:
+    """Every chunk's rates and mean momentum in one row, as `chain.Shape.gates` takes them apart."""
+    kept = momentum.mean(-1)
+    if kept.ndim == 2:
+        return torch.cat([*(x.flatten(1) for x in rates), kept], 1).flatten()
+    parts = zip(*(x.split(steps) for x in (*rates, kept)), strict=True)
+    return torch.cat([x.flatten() for part in parts for x in part])
 
 
 def _enter(tiling: Tiling, x: Tensor, heads: int) -> Tensor:
@@ -188,9 +197,9 @@ class _Call:
             return self.before(saved)
         return self.groups(saved[: len(self.steps) * self.steps[0]], tokens)
 
-    def split(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """W0 over W2 `[R, 2 M, D]`, and W1 `[R, D, M]`."""
-        return split(flat, self.size, self.hidden)
+    def gates(self, x: Tensor, shape: Shape) -> Sequence[Tensor]:
+        """The gates of every chunk number."""
+        return x.split([shape.gate_count(n) for n in self.steps])
 
 
 def _call(k: Tensor, steps: list[int], sizes: list[int]) -> _Call:
@@ -213,262 +222,176 @@ def _read_tiles_backward(d_o: Tensor, q: Tensor, flat: Tensor, size: int, hidden
     torch.bmm(d_o.mT, d_hidden, out=d_w1)
 
 
+def _shape(call: _Call, k: Tensor, rates: int, muon: bool, keep: bool, full: Any, sums: Any, last: Any) -> Shape:
+    return Shape(
+        call.steps[0], call.heads, k.shape[-2], call.size, call.hidden, rates, last is not None, muon, sums is not None,
+        keep, full is not None, k.dtype,
+    )  # fmt: skip
+
+
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, rates: Tensor, kept: Tensor | None, full: Tensor | None, weights: Tensor,
-    sums: Tensor | None, norms: Tensor, last: Tensor | None, steps: list[int], sizes: list[int],
+    q: Tensor, k: Tensor, v: Tensor, gates: Tensor, full: Tensor | None, weights: Tensor, sums: Tensor | None,
+    norms: Tensor, last: Tensor | None, steps: list[int], sizes: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Outputs, new weights, sums and direction; then the weights before and after every chunk in the products' dtype, the
     norms of the rows before they were rescaled, and the directions.
     """
-    call, (muon, keep) = _call(k, steps, sizes), (bool(x) for x in sizes[3:])
-    size, hidden, momentum = call.size, call.hidden, last is not None
-    chunk, rows, entries = k.shape[-2], steps[0], weights.shape[1]
-    saved = k.new_empty(sum(call.blocks), entries)
-    saved_last = k.new_empty(sum(call.blocks) if muon or (momentum and keep) else 0, entries)
-    lengths = norms.new_empty(sum(steps[: call.updates]) if keep else 0, norms.shape[1])
-    weights = weights.clone(memory_format=torch.contiguous_format)
-    sums = weights if sums is None else sums.clone(memory_format=torch.contiguous_format)
-    if last is not None:
-        last = last.clone(memory_format=torch.contiguous_format)
-    norms = norms.contiguous()
-    saved[:rows].copy_(weights[:rows])
-    if saved_last.shape[0] and last is not None:
-        saved_last[:rows].copy_(last[:rows])
-    blocks, blocks_last = saved.split(call.blocks), saved_last.split(call.blocks) if saved_last.shape[0] else None
-    blocks_lengths = lengths.split(steps[: call.updates]) if keep else None
-    both, error = k.new_empty(rows, chunk, 2 * hidden), k.new_empty(rows, chunk, hidden)
-    step = k.new_empty(rows, entries)
-    first = 0
-    for i, (own_k, own_v) in enumerate(zip(call.chunks(k), call.chunks(v), strict=True)):
-        if i == call.updates:
-            break
-        n = steps[i]
-        w02, w1 = call.split(blocks[i][:n])
-        own_both, own_error, own_step = both[:n], error[:n], step[:n]
-        torch.bmm(own_k, w02.mT, out=own_both)
-        torch.bmm(own_v, w1, out=own_error)
-        passes.written(own_both, own_error, rates, first * chunk)
-        step02, step1 = call.split(own_step)
-        if rates.shape[2] == 1:
-            torch.bmm(own_both.mT, own_k, out=step02)
-        else:
-            for j, part in ((0, slice(None, hidden)), (2, slice(hidden, None))):
-                torch.bmm(own_both[..., part].mT, _scaled(own_k, rates[j], first), out=step02[:, part])
-        torch.bmm(own_v.mT, own_error, out=step1)
-        own_kept = None if kept is None else kept[first : first + n]
-        own_full = None if full is None else full[i]
-        own_last = None if last is None else last[:n]
-        own_saved_last = None if blocks_last is None else blocks_last[i + 1]
-        if muon:
-            assert own_saved_last is not None
-            _direction(own_step, own_last, own_kept, own_full, call.heads, own_saved_last)
-            own_step, _ = orthogonal(own_saved_last, size, hidden)
-            own_last = own_kept = own_saved_last = None
-        own_weights = weights[:n]
-        passes.step_weights(
-            own_step, own_last, own_kept, own_full, call.heads, own_weights if sums is weights else sums[:n],
-            own_weights, norms, blocks[i + 1], None if blocks_lengths is None else blocks_lengths[i], own_saved_last,
-            size, hidden,
-        )  # fmt: skip
-        first += n
-    o = torch.empty_like(q)
+    call, rates, (muon, keep) = _call(k, steps, sizes), sizes[3], (bool(x) for x in sizes[4:])
+    shape = _shape(call, k, rates, muon, keep, full, sums, last)
+    rows, chunk = steps[0], shape.chunk
+    saved = k.new_empty(sum(call.blocks), shape.entries)
+    directed = keep and (muon or last is not None)
+    saved_last = k.new_empty(sum(call.blocks) if directed else 0, shape.entries)
+    lengths = norms.new_empty(sum(steps[: call.updates]) if keep else 0, shape.lines)
+    o, new = torch.empty_like(q), [x if x is None else x.clone() for x in (weights, sums, last)]
+    chain = chain_for(Forward, shape, k.device)
+    with chain.call():
+        state = [
+            (chain.weights, weights),
+            (chain.sums, sums),
+            (chain.last, last),
+            (chain.narrow, weights),
+            (chain.norms, norms),
+        ]
+        for own, x in state:
+            if own is not None and x is not None:
+                own.copy_(x[:rows])
+        saved[:rows].copy_(chain.narrow)
+        if directed and last is not None:
+            saved_last[:rows].copy_(last[:rows])
+        kept = [(chain.narrow, saved.split(call.blocks)[1:])]
+        if directed and chain.direction is not None:
+            kept.append((chain.direction, saved_last.split(call.blocks)[1:]))
+        all_lengths = lengths.split(steps[: call.updates]) if keep else None
+        chunks = zip(steps[: call.updates], *(call.chunks(x) for x in (k, v)), call.gates(gates, shape), strict=False)
+        for i, (n, own_k, own_v, own_gates) in enumerate(chunks):
+            torch._foreach_copy_([chain.k[:n], chain.v[:n]], [own_k, own_v])
+            chain.gates[: len(own_gates)].copy_(own_gates)
+            if chain.full is not None and full is not None:
+                chain.full.copy_(full[i, : chain.full.shape[0]])
+            chain.run(n)
+            torch._foreach_copy_([blocks[i] for _, blocks in kept], [own[:n] for own, _ in kept])
+            if all_lengths is not None:
+                all_lengths[i].copy_(chain.lengths[:n])
+        for own, x in zip((chain.weights, chain.sums, chain.last), new, strict=True):
+            if own is not None and x is not None:
+                x[:rows].copy_(own)
     for own_q, flat, out in zip(
         call.groups(q, chunk), call.groups_before(saved, chunk), call.groups(o, chunk), strict=True
     ):
-        _read_tiles(own_q, flat, size, hidden, out)
-    empty = weights.new_empty(0)
+        _read_tiles(own_q, flat, shape.size, shape.hidden, out)
     if not keep:
-        saved, saved_last = k.new_empty(0), k.new_empty(0)
+        saved = k.new_empty(0)
+    none = norms.new_empty(0)
     return (
         o,
-        weights,
-        empty if sums is weights else sums,
-        empty.clone() if last is None else last,
+        new[0],
+        none if new[1] is None else new[1],
+        none.clone() if new[2] is None else new[2],
         saved,
         lengths,
         saved_last,
     )
 
 
-def _scaled(k: Tensor, rate: Tensor, first: int) -> Tensor:
-    """Keys `[R, C, D]` times a rate a channel, `[rows, D]` from row `first * C` on."""
-    begin = first * k.shape[1]
-    return (k * rate[begin : begin + k.shape[0] * k.shape[1]].view(k.shape)).to(k.dtype)
-
-
-def _alive(full: Tensor | None, heads: int) -> Tensor | None:
-    return None if full is None else full.bool().repeat_interleave(heads)[:, None]
-
-
-def _direction(
-    step: Tensor, last: Tensor | None, kept: Tensor | None, full: Tensor | None, heads: int, out: Tensor
-) -> None:
-    """The direction with its momentum, which also replaces the last one: what Newton-Schulz gets."""
-    if last is None or kept is None:
-        out.copy_(step)
-        return
-    new = step + kept[:, None] * last
-    if (alive := _alive(full, heads)) is not None:
-        new = torch.where(alive[: new.shape[0]], new, last)
-    last.copy_(new)
-    out.copy_(new)
-
-
 def _fake_forward(
-    q: Tensor, k: Tensor, v: Tensor, rates: Tensor, kept: Tensor | None, full: Tensor | None, weights: Tensor,
-    sums: Tensor | None, norms: Tensor, last: Tensor | None, steps: list[int], sizes: list[int],
+    q: Tensor, k: Tensor, v: Tensor, gates: Tensor, full: Tensor | None, weights: Tensor, sums: Tensor | None,
+    norms: Tensor, last: Tensor | None, steps: list[int], sizes: list[int],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    call, (muon, keep) = _call(k, steps, sizes), (bool(x) for x in sizes[3:])
-    flat = torch.empty_like(weights, memory_format=torch.contiguous_format)
-    empty, kept_rows = weights.new_empty(0), (sum(call.blocks), weights.shape[1])
-    directions = keep and (muon or last is not None)
+    call, (muon, keep) = _call(k, steps, sizes), (bool(x) for x in sizes[4:])
+    none, blocks, entries = norms.new_empty(0), sum(call.blocks), weights.shape[1]
     return (
-        torch.empty_like(q), flat, empty if sums is None else torch.empty_like(flat),
-        empty.clone() if last is None else torch.empty_like(flat),
-        k.new_empty(*kept_rows) if keep else k.new_empty(0),
+        torch.empty_like(q), torch.empty_like(weights), none if sums is None else torch.empty_like(sums),
+        none.clone() if last is None else torch.empty_like(last),
+        k.new_empty(blocks, entries) if keep else k.new_empty(0),
         norms.new_empty(sum(steps[: call.updates]) if keep else 0, norms.shape[1]),
-        k.new_empty(*kept_rows) if directions else k.new_empty(0),
+        k.new_empty(blocks if keep and (muon or last is not None) else 0, entries),
     )  # fmt: skip
 
 
 def _backward(
     d_o: Tensor | None, d_weights: Tensor | None, d_sums: Tensor | None, d_last: Tensor | None,
-    q: Tensor, k: Tensor, v: Tensor, rates: Tensor, kept: Tensor | None, full: Tensor | None, weights: Tensor,
-    sums: Tensor | None, norms: Tensor, last: Tensor | None, steps: list[int], sizes: list[int],
-    o: Tensor, new_weights: Tensor, new_sums: Tensor, new_last: Tensor, saved: Tensor, lengths: Tensor,
-    saved_last: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    call, muon = _call(k, steps, sizes), bool(sizes[3])
-    size, hidden, momentum = call.size, call.hidden, last is not None
-    chunk, rows, entries = k.shape[-2], steps[0], weights.shape[1]
+    q: Tensor, k: Tensor, v: Tensor, gates: Tensor, full: Tensor | None, weights: Tensor, sums: Tensor | None,
+    norms: Tensor, last: Tensor | None, steps: list[int], sizes: list[int], o: Tensor, new_weights: Tensor,
+    new_sums: Tensor, new_last: Tensor, saved: Tensor, lengths: Tensor, saved_last: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    call, rates, muon = _call(k, steps, sizes), sizes[3], bool(sizes[4])
+    shape = _shape(call, k, rates, muon, True, full, sums, last)
+    rows, chunk, size, hidden = steps[0], shape.chunk, shape.size, shape.hidden
     ends = d_weights is None and d_sums is None and d_last is None  # the last chunk's update reaches nothing
     updates = call.updates - int(ends and call.updates == len(steps))
-    d_weights = torch.zeros_like(new_weights) if d_weights is None else d_weights.float().clone().contiguous()
-    if sums is not None:
-        d_sums = torch.zeros_like(new_weights) if d_sums is None else d_sums.clone().contiguous()
-    if last is not None:
-        d_last = torch.zeros_like(new_weights) if d_last is None else d_last.clone().contiguous()
-    norms, d_norms = norms.contiguous(), torch.zeros_like(norms, memory_format=torch.contiguous_format)
     make = torch.empty_like if updates == len(steps) else torch.zeros_like
-    d_k, d_v, d_rates, d_q = make(k), make(v), make(rates), torch.empty_like(q)
-    parts = norms.new_zeros(sum(steps) if momentum else 0, norms.shape[1])
-
+    d_q, d_k, d_v, d_gates, d_norms = torch.empty_like(q), make(k), make(v), make(gates), torch.zeros_like(norms)
     d_o = torch.zeros_like(o) if d_o is None else d_o
-    d_read = k.new_empty(sum(steps), entries)
+    d_read = k.new_empty(sum(steps), shape.entries)
     for own_d_o, own_q, flat, own_d_q, own_d in zip(
         *(call.groups(x, chunk) for x in (d_o, q)), call.groups_before(saved, chunk),
         *(call.groups(x, chunk) for x in (d_q, d_read)), strict=True,
     ):  # fmt: skip
         _read_tiles_backward(own_d_o, own_q, flat, size, hidden, own_d_q, own_d)
-
-    four, two = k.new_empty(rows, chunk, 4 * hidden), k.new_empty(rows, chunk, 2 * hidden)
-    beside, d_write = k.new_empty(rows, 2 * entries), k.new_empty(rows, entries)
-    blocks, reads = saved.split(call.blocks), d_read.split(steps)
-    blocks_last = saved_last.split(call.blocks) if saved_last.numel() else None
-    blocks_lengths = lengths.split(steps[: call.updates])
-    firsts = [0, *itertools.accumulate(steps)]
-    tiles = [call.chunks(x) for x in (k, v, d_k, d_v)]
-    for i in reversed(range(updates)):
-        n, first = steps[i], firsts[i]
-        own_k, own_v, own_d_k, own_d_v = (x[i] for x in tiles)
-        own_kept = None if kept is None else kept[first : first + n]
-        own_full = None if full is None else full[i]
-        own_d_last, before_last, own_parts = None, None, None
-        if momentum:
-            assert d_last is not None and blocks_last is not None
-            own_d_last, before_last, own_parts = d_last[:n], blocks_last[i][:n], parts[first : first + n]
-        later = (reads[i + 1] if i + 1 < len(steps) else None, d_write if i + 1 < updates else None)
-        some = steps[i + 1] if i + 1 < len(steps) else 0
-        before, own_beside = blocks[i][:n], beside[:n]
-        target = new_weights.new_empty(n, entries) if muon else own_beside
-        passes.step_weights_backward(
-            d_weights[:n], None if sums is None else d_sums[:n], later, some, None if muon else own_d_last,  # type: ignore[index]
-            before_last, own_kept, own_full, call.heads, blocks[i + 1], None if muon else before, blocks_lengths[i], norms,
-            d_norms, target, own_parts, size, hidden,
-        )  # fmt: skip
-        beside02 = own_beside[:, : 4 * hidden * size].unflatten(1, (4 * hidden, size))
-        beside1 = own_beside[:, 4 * hidden * size :].unflatten(1, (size, 2 * hidden))
-        if muon:
-            assert blocks_last is not None
-            d_direction = _muon_backward(target, blocks_last[i + 1], size, hidden)
-            d_direction = _direction_backward(
-                d_direction, own_d_last, before_last, own_kept, own_full, call.heads, own_parts
-            )
-            for at, x in ((0, d_direction), (1, before)):
-                x02, x1 = call.split(x)
-                beside02[:, 2 * hidden * at : 2 * hidden * (at + 1)].copy_(x02)
-                beside1[..., hidden * at : hidden * (at + 1)].copy_(x1)
-        own_four, own_two = four[:n], two[:n]
-        per_channel = rates.shape[2] > 1
-        if per_channel:
-            torch.bmm(own_k, beside02[:, 2 * hidden :].mT, out=own_four[..., 2 * hidden :])
-            for j, part in ((0, slice(None, hidden)), (2, slice(hidden, 2 * hidden))):
-                torch.bmm(_scaled(own_k, rates[j], first), beside02[:, part].mT, out=own_four[..., part])
-        else:
-            torch.bmm(own_k, beside02.mT, out=own_four)
-        torch.bmm(own_v, beside1, out=own_two)
-        passes.written_backward(own_four, own_two, rates, d_rates, first * chunk)
-        if per_channel:
-            d = torch.bmm(own_four[..., 2 * hidden :], beside02[:, 2 * hidden :]).float()
-            here = slice(first * chunk, (first + n) * chunk)
-            for j, part in ((0, slice(None, hidden)), (2, slice(hidden, 2 * hidden))):
-                d_scaled = torch.bmm(own_four[..., part], beside02[:, part]).float()
-                d_rates[j, here] = (d_scaled * own_k).flatten(0, 1)
-                d += d_scaled * rates[j, here].view(d.shape)
-            own_d_k.copy_(d)
-        else:
-            torch.bmm(own_four, beside02, out=own_d_k)
-        torch.bmm(own_two, beside1.mT, out=own_d_v)
-        d02, d1 = call.split(d_write[:n])
-        torch.bmm(own_four[..., 2 * hidden :].mT, own_k, out=d02)
-        torch.bmm(own_v.mT, own_two[..., hidden:], out=d1)
-    d_weights[:rows] += reads[0]
-    if updates:
-        d_weights[:rows] += d_write
+    found = [
+        None if x is None else torch.zeros_like(x) if d is None else d.clone()
+        for x, d in ((weights, d_weights), (sums, d_sums), (last, d_last))
+    ]
+    reads, blocks, all_lengths = d_read.split(steps), saved.split(call.blocks), lengths.split(steps[: call.updates])
+    directions = saved_last.split(call.blocks) if saved_last.numel() else []
+    tiles, all_gates = [call.chunks(x) for x in (k, v, d_k, d_v)], [call.gates(x, shape) for x in (gates, d_gates)]
+    chain = chain_for(Backward, shape, k.device)
+    with chain.call():
+        state = [*zip((chain.d_weights, chain.d_sums, chain.d_last), found, strict=True), (chain.d_norms, d_norms)]
+        for own, x in ((chain.norms, norms), *state):
+            if own is not None and x is not None:
+                own.copy_(x[:rows])
+        chain.d_write.zero_()
+        for i in reversed(range(updates)):
+            n, m = steps[i], steps[i + 1] if i + 1 < len(steps) else 0
+            own_k, own_v, own_d_k, own_d_v = (x[i] for x in tiles)
+            given = [
+                (chain.k, own_k), (chain.v, own_v), (chain.before, blocks[i][:n]), (chain.after, blocks[i + 1]),
+            ]  # fmt: skip
+            if chain.last is not None:
+                given.append((chain.last, directions[i][:n]))
+            if chain.direction is not None:
+                given.append((chain.direction, directions[i + 1]))
+            if m:
+                given.append((chain.read, reads[i + 1]))
+            torch._foreach_copy_([own[: x.shape[0]] for own, x in given], [x for _, x in given])
+            chain.lengths[:n].copy_(all_lengths[i])
+            if m < n:  # documents that end here
+                chain.read[m:n].zero_()
+                chain.d_write[m:n].zero_()
+            chain.gates[: len(all_gates[0][i])].copy_(all_gates[0][i])
+            if chain.full is not None and full is not None:
+                chain.full.copy_(full[i, : chain.full.shape[0]])
+            chain.run(n)
+            torch._foreach_copy_([own_d_k, own_d_v], [chain.d_k[:n], chain.d_v[:n]])
+            all_gates[1][i].copy_(chain.d_gates[: len(all_gates[1][i])])
+        for own, x in state:
+            if own is not None and x is not None:
+                x[:rows].copy_(own)
+        assert found[0] is not None
+        found[0][:rows] += reads[0]
+        found[0][:rows] += chain.d_write
     none = norms.new_empty(0)
     return (
-        d_q, d_k, d_v, d_rates, parts.sum(1) if momentum else none, d_weights, none.clone() if d_sums is None else d_sums,
-        d_norms, none.clone() if d_last is None else d_last,
+        d_q, d_k, d_v, d_gates, found[0], none if found[1] is None else found[1], d_norms,
+        none.clone() if found[2] is None else found[2],
     )  # fmt: skip
 
 
-def _muon_backward(d_step: Tensor, direction: Tensor, size: int, hidden: int) -> Tensor:
-    trail: Trail
-    _, trail = orthogonal(direction, size, hidden)
-    return orthogonal_backward(d_step, direction, trail, size, hidden)
-
-
-def _direction_backward(
-    d: Tensor, d_last: Tensor | None, last: Tensor | None, kept: Tensor | None, full: Tensor | None, heads: int,
-    parts: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """The backward pass of `_direction`: the gradient of the step; that of the last direction in place of the new one's."""
-    if d_last is None or last is None or kept is None or parts is None:
-        return d
-    total, alive = d + d_last, _alive(full, heads)
-    alive = torch.ones_like(total[:, :1], dtype=torch.bool) if alive is None else alive[: d.shape[0]]
-    d_last.copy_(torch.where(alive, kept[:, None] * total, d_last))
-    total = torch.where(alive, total, 0)
-    parts[:, 0] = (total * last).sum(1)
-    return total
-
-
 def _fake_backward(
-    d_o: Any, d_weights: Any, d_sums: Any, d_last: Any, q: Tensor, k: Tensor, v: Tensor, rates: Tensor,
-    kept: Tensor | None, full: Any, weights: Tensor, sums: Tensor | None, norms: Tensor, last: Tensor | None, *others: Any,
+    d_o: Any, d_weights: Any, d_sums: Any, d_last: Any, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, full: Any,
+    weights: Tensor, sums: Tensor | None, norms: Tensor, last: Tensor | None, *others: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    flat = torch.empty_like(weights, memory_format=torch.contiguous_format)
     none = norms.new_empty(0)
     return (
-        torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(rates),
-        none if kept is None else torch.empty_like(kept), flat, none.clone() if sums is None else torch.empty_like(flat),
-        torch.empty_like(norms, memory_format=torch.contiguous_format),
-        none.clone() if last is None else torch.empty_like(flat),
+        *(torch.empty_like(x) for x in (q, k, v, gates, weights)), none if sums is None else torch.empty_like(sums),
+        torch.empty_like(norms), none.clone() if last is None else torch.empty_like(last),
     )  # fmt: skip
 
 
 _scan_operator = custom(
-    "lact", _forward, _backward, _fake_forward, _fake_backward, outputs=4, inputs=(0, 1, 2, 3, 4, 6, 7, 8, 9),
+    "lact", _forward, _backward, _fake_forward, _fake_backward, outputs=4, inputs=(0, 1, 2, 3, 5, 6, 7, 8),
     module=__name__, materialize=False,
 )  # fmt: skip
 
