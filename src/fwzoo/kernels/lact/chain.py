@@ -86,7 +86,9 @@ class Chain:
         self.shape, self.lock = shape, threading.Lock()
         self._device, self._calls = device, 0
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._refused, self._done, self._stream = False, None, None
+        self._refused = False
+        self._done: Any = None  # event behind the last call, on the stream
+        self._stream: Any = None
         rows, narrow = shape.rows, functools.partial(torch.empty, dtype=shape.dtype, device=device)
         wide = functools.partial(torch.empty, dtype=torch.float32, device=device)
         self.k, self.v = narrow(rows, shape.chunk, shape.size), narrow(rows, shape.chunk, shape.size)

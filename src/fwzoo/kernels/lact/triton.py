@@ -346,9 +346,8 @@ def _backward(
         for i in reversed(range(updates)):
             n, m = steps[i], steps[i + 1] if i + 1 < len(steps) else 0
             own_k, own_v, own_d_k, own_d_v = (x[i] for x in tiles)
-            given = [
-                (chain.k, own_k), (chain.v, own_v), (chain.before, blocks[i][:n]), (chain.after, blocks[i + 1]),
-            ]  # fmt: skip
+            torch._foreach_copy_([chain.k[:n], chain.v[:n]], [own_k, own_v])
+            given = [(chain.before, blocks[i][:n]), (chain.after, blocks[i + 1])]
             if chain.last is not None:
                 given.append((chain.last, directions[i][:n]))
             if chain.direction is not None:
