@@ -161,6 +161,11 @@ def chain_for(kind: type[AnyChain], shape: Shape, device: torch.device) -> AnyCh
         return _KEPT[key]
 
 
+def first(x: Tensor, n: int) -> Tensor:
+    """The first n of `x`, which is often all of it (an index costs as much as a launch)."""
+    return x if n == x.shape[0] else x[:n]
+
+
 def _alive(full: Tensor, heads: int, n: int) -> Tensor:
     return full.bool().repeat_interleave(heads)[:n, None]
 

@@ -23,7 +23,7 @@ from ..contract import few_tokens, needs_backward
 from ..gpu import custom
 from ..tiling import Tiling
 from . import passes
-from .chain import Backward, Forward, Shape, chain_for
+from .chain import Backward, Forward, Shape, chain_for, first
 from .chunk import in_chunks, read_plainly, waiting_tokens
 from .muon import split
 from .rules import LactState, Options, Tokens
@@ -182,7 +182,7 @@ class _Call:
 
     def before(self, saved: Tensor) -> list[Tensor]:
         """Flat matrices before every chunk number."""
-        return [block[:rows] for block, rows in zip(saved.split(self.blocks), self.steps, strict=False)]
+        return [first(block, rows) for block, rows in zip(saved.split(self.blocks), self.steps, strict=False)]
 
     def groups(self, x: Tensor, tokens: int) -> list[Tensor]:
         """Tiles, or flat matrices `[sum of steps, ..]`, in the pieces that are read at once; tokens: C."""
@@ -265,14 +265,14 @@ def _forward(
         all_lengths = lengths.split(steps[: call.updates]) if keep else None
         chunks = zip(steps[: call.updates], *(call.chunks(x) for x in (k, v)), call.gates(gates, shape), strict=False)
         for i, (n, own_k, own_v, own_gates) in enumerate(chunks):
-            torch._foreach_copy_([chain.k[:n], chain.v[:n]], [own_k, own_v])
-            chain.gates[: len(own_gates)].copy_(own_gates)
+            torch._foreach_copy_([first(chain.k, n), first(chain.v, n)], [own_k, own_v])
+            first(chain.gates, len(own_gates)).copy_(own_gates)
             if chain.full is not None and full is not None:
                 chain.full.copy_(full[i, : chain.full.shape[0]])
             chain.run(n)
-            torch._foreach_copy_([blocks[i] for _, blocks in kept], [own[:n] for own, _ in kept])
+            torch._foreach_copy_([blocks[i] for _, blocks in kept], [first(own, n) for own, _ in kept])
             if all_lengths is not None:
-                all_lengths[i].copy_(chain.lengths[:n])
+                all_lengths[i].copy_(first(chain.lengths, n))
         for own, x in zip((chain.weights, chain.sums, chain.last), new, strict=True):
             if own is not None and x is not None:
                 x[:rows].copy_(own)
@@ -346,25 +346,25 @@ def _backward(
         for i in reversed(range(updates)):
             n, m = steps[i], steps[i + 1] if i + 1 < len(steps) else 0
             own_k, own_v, own_d_k, own_d_v = (x[i] for x in tiles)
-            torch._foreach_copy_([chain.k[:n], chain.v[:n]], [own_k, own_v])
-            given = [(chain.before, blocks[i][:n]), (chain.after, blocks[i + 1])]
+            torch._foreach_copy_([first(chain.k, n), first(chain.v, n)], [own_k, own_v])
+            given = [(chain.before, first(blocks[i], n)), (chain.after, blocks[i + 1])]
             if chain.last is not None:
-                given.append((chain.last, directions[i][:n]))
+                given.append((chain.last, first(directions[i], n)))
             if chain.direction is not None:
                 given.append((chain.direction, directions[i + 1]))
             if m:
                 given.append((chain.read, reads[i + 1]))
-            torch._foreach_copy_([own[: x.shape[0]] for own, x in given], [x for _, x in given])
-            chain.lengths[:n].copy_(all_lengths[i])
+            torch._foreach_copy_([first(own, x.shape[0]) for own, x in given], [x for _, x in given])
+            first(chain.lengths, n).copy_(all_lengths[i])
             if m < n:  # documents that end here
                 chain.read[m:n].zero_()
                 chain.d_write[m:n].zero_()
-            chain.gates[: len(all_gates[0][i])].copy_(all_gates[0][i])
+            first(chain.gates, len(all_gates[0][i])).copy_(all_gates[0][i])
             if chain.full is not None and full is not None:
                 chain.full.copy_(full[i, : chain.full.shape[0]])
             chain.run(n)
-            torch._foreach_copy_([own_d_k, own_d_v], [chain.d_k[:n], chain.d_v[:n]])
-            all_gates[1][i].copy_(chain.d_gates[: len(all_gates[1][i])])
+            torch._foreach_copy_([own_d_k, own_d_v], [first(chain.d_k, n), first(chain.d_v, n)])
+            all_gates[1][i].copy_(first(chain.d_gates, len(all_gates[1][i])))
         for own, x in state:
             if own is not None and x is not None:
                 x[:rows].copy_(own)
