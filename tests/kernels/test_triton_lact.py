@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from falcon_cases import load
-from lact_cases import VECTORS, WEIGHTS, beyond, draw, run
+from lact_cases import VECTORS, WEIGHTS, beyond, draw, run, typical
 from torch import Tensor
 
-from compare import error, errors, floor
+from compare import error, floor
 from fwzoo.kernels import LactState, explain, lact
 
 pytest.importorskip("triton")
@@ -48,13 +47,16 @@ def narrowed(named: Named, dtype: torch.dtype) -> Named:
     return on_device(exact)
 
 
+def results(named: Named, options: dict[str, Any], dtype: torch.dtype) -> tuple[Named, Named, Named]:
+    """The GPU level, float64, and the chunk level in the same dtype."""
+    levels = (("triton", dtype), ("chunk", torch.float64), ("chunk", dtype))
+    found, exact, plain = (run(named, {**options, "level": level}, own) for level, own in levels)
+    return found, exact, plain
+
+
 def compare(named: Named, options: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """What is further from float64 than twice the chunk level in the same dtype."""
-    exact, plain, found = (
-        run(named, {**options, "level": level}, own)
-        for level, own in (("chunk", torch.float64), ("chunk", dtype), ("triton", dtype))
-    )
-    return beyond(found, exact, plain, dtype, options)
+    return beyond(*results(named, options, dtype), dtype, options)
 
 
 @pytest.mark.triton
@@ -66,20 +68,6 @@ def test_vectors(path: Path) -> None:
     found = run(inputs, {**options, "level": "triton"}, torch.float32)
     found, plain = ({name: results[name] for name in expected} for results in (found, plain))
     assert not (wrong := beyond(found, expected, plain, torch.float32, options)), wrong
-
-
-def typical(seeds: range, dtype: torch.dtype, options: dict[str, Any], sizes: dict[str, Any]) -> tuple[float, float]:
-    """Median over seeds of the largest error of the GPU level, and of the chunk level: with Muon a single one is chance."""
-    ours, theirs = [], []
-    for seed in seeds:
-        inputs = narrowed(given(draw(seed=seed, **sizes), None, {"chunk_size": options["chunk_size"]}), dtype)
-        exact, plain, found = (
-            run(inputs, {**options, "level": level}, own)
-            for level, own in (("chunk", torch.float64), ("chunk", dtype), ("triton", dtype))
-        )
-        ours.append(max(errors(found, exact).values()))
-        theirs.append(max(errors(plain, exact).values()))
-    return statistics.median(ours), statistics.median(theirs)
 
 
 @pytest.mark.triton
@@ -121,7 +109,9 @@ def test_sixteen_bit_inputs(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("hidden", [3, 6, 9])
 def test_muon_of_wide_square_and_tall_matrices(hidden: int) -> None:
     options = {"chunk_size": 8, "muon": True}
-    ours, theirs = typical(range(7), torch.float32, options, {"tokens": 19, "size": 6, "hidden": hidden})
+    draws = (draw(tokens=19, size=6, hidden=hidden, seed=seed) for seed in range(7))
+    inputs = (narrowed(given(arguments, None, {"chunk_size": 8}), torch.float32) for arguments in draws)
+    ours, theirs = typical(results(named, options, torch.float32) for named in inputs)
     assert ours <= 2 * theirs + floor(torch.float32)
 
 
