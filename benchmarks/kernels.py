@@ -178,8 +178,8 @@ def timed(function: Callable[[int], object], repeats: int, turns: int) -> float:
     return statistics.median(start.elapsed_time(end) for start, end in events)
 
 
-def measure(row: Row, shape: Sequence[int], repeats: int, turns: int = 3) -> dict[str, float]:
-    """Milliseconds and peak MiB of the forward pass and of forward + backward, and their floors."""
+def measure(row: Row, shape: Sequence[int], repeats: int, turns: int = 3, backward: bool = True) -> dict[str, float]:
+    """Milliseconds and peak MiB of the forward pass and (with `backward`) of forward + backward, and their floors."""
     sets = [tuple(x.requires_grad_() for x in row.inputs(*shape)) for _ in range(turns)]
     upstream = torch.randn_like(row.run(*sets[0]).detach())
 
@@ -190,8 +190,9 @@ def measure(row: Row, shape: Sequence[int], repeats: int, turns: int = 3) -> dic
     def both(i: int) -> None:
         torch.autograd.grad(row.run(*sets[i]), sets[i], upstream)
 
-    result = {"forward": timed(forward, repeats, turns), "both": timed(both, repeats, turns)}
-    for name, function in (("forward", forward), ("both", both)):
+    result: dict[str, float] = {}
+    for name, function in (("forward", forward), ("both", both))[: 1 + backward]:
+        result[name] = timed(function, repeats, turns)
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -239,7 +240,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def plot(lengths: dict[str, dict[int, float]], path: Path) -> None:
+def plot(lengths: dict[str, dict[int, float]], path: Path, title: str = "B1 H16 K=V=128, bf16") -> None:
     """Forward + backward against T."""
     import matplotlib
 
@@ -249,7 +250,7 @@ def plot(lengths: dict[str, dict[int, float]], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     for name, times in lengths.items():
         axes.plot(list(times), list(times.values()), marker="o", linestyle="--" if "fla" in name else "-", label=name)
-    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="forward + backward, ms", title="B1 H16 K=V=128, bf16")
+    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="forward + backward, ms", title=title)
     axes.legend()
     figure.tight_layout()
     figure.savefig(path)

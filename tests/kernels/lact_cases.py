@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +108,14 @@ def beyond(
     ours, theirs = max(errors(found, exact).values()), max(errors(plain, exact).values())
     limit = 2 * theirs + floor(dtype)
     return {} if ours <= limit else {"worst": (ours, limit)}
+
+
+def typical(
+    triples: Iterable[tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]],
+) -> tuple[float, float]:
+    """Median of the largest error of found, and of plain, over (found, exact, plain): with Muon a single one is chance."""
+    worst = [
+        (max(errors(found, exact).values()), max(errors(plain, exact).values())) for found, exact, plain in triples
+    ]
+    ours, theirs = (statistics.median(column) for column in zip(*worst, strict=True))
+    return ours, theirs

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lact_cases import WEIGHTS, as_given, beyond, draw, run
+from lact_cases import WEIGHTS, as_given, beyond, draw, run, typical
 from torch import Tensor
 
-from compare import error
+from compare import error, floor
 from fwzoo.kernels import LactState, lact
 from fwzoo.kernels.lact import chunk as chunk_form
 from fwzoo.kernels.lact.rules import orthogonal, update
@@ -269,10 +269,16 @@ def test_memory_of_the_state_does_not_grow() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @kinds
 def test_chunk_on_a_gpu(kind: dict[str, Any], dtype: torch.dtype) -> None:
-    inputs = as_given(draw(tokens=300, size=32, hidden=32))
-    inputs = {n: x.to(dtype).double() if n.startswith(("in.", "cot")) else x for n, x in inputs.items()}
-    options = {"chunk_size": 64, **kind}
-    exact = run(inputs, {**options, "level": "reference"}, torch.float64)
-    plain = run(inputs, {**options, "level": "reference"}, dtype)
-    found = run({n: x.cuda() for n, x in inputs.items()}, {**options, "level": "chunk"}, dtype)
-    assert not (wrong := beyond({n: x.cpu() for n, x in found.items()}, exact, plain, dtype, kind)), wrong
+    options, triples = {"chunk_size": 64, **kind}, []
+    for seed in range(5 if kind.get("muon") else 1):
+        inputs = as_given(draw(tokens=300, size=32, hidden=32, seed=seed))
+        inputs = {n: x.to(dtype).double() if n.startswith(("in.", "cot")) else x for n, x in inputs.items()}
+        exact = run(inputs, {**options, "level": "reference"}, torch.float64)
+        plain = run(inputs, {**options, "level": "reference"}, dtype)
+        found = run({n: x.cuda() for n, x in inputs.items()}, {**options, "level": "chunk"}, dtype)
+        triples.append(({n: x.cpu() for n, x in found.items()}, exact, plain))
+    if kind.get("muon"):
+        ours, theirs = typical(triples)
+        assert ours <= 2 * theirs + floor(dtype)
+    else:
+        assert not (wrong := beyond(*triples[0], dtype, kind)), wrong

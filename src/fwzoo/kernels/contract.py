@@ -135,12 +135,12 @@ class Limits:
 NO_LIMITS = Limits()
 
 
-def heads_fit(tensors: Sequence[Tensor]) -> str | None:
-    """Why the Triton kernels cannot take heads as large as those of query, key, value, ..., or None."""
+def heads_fit(tensors: Sequence[Tensor], largest: int = LARGEST) -> str | None:
+    """Why the Triton kernels, which take K and V up to `largest`, cannot take those of query, key, value, ..., or None."""
     q, v = tensors[0], tensors[2] if len(tensors) > 2 else tensors[0]
     for name, size in (("K", q.shape[-1]), ("V", v.shape[-1])):
-        if size > LARGEST:
-            return f"{name} is {size}, and the Triton kernels take {name} up to {LARGEST}"
+        if size > largest:
+            return f"{name} is {size}, and the Triton kernels take {name} up to {largest}"
     return None
 
 

@@ -75,6 +75,7 @@ def custom(
     outputs: int,
     inputs: Sequence[int],
     module: str,
+    materialize: bool = True,
 ) -> Callable[..., Any]:
     """An operator that torch.compile and autograd see as one node, its backward another.
 
@@ -87,6 +88,7 @@ def custom(
         outputs: how many results are differentiable; the others are kept for backward.
         inputs: positions of the differentiable arguments.
         module: `__name__` of the caller, so that two copies of the package can live in one process.
+        materialize: whether `backward` gets zeros, and not None, for results that have no gradient.
     """
     space = re.sub(r"\W", "_", module)
     run = torch.library.custom_op(f"{space}::{name}", forward, mutates_args=())
@@ -98,7 +100,7 @@ def custom(
         ctx.tensors = [isinstance(x, Tensor) for x in inputs]
         ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
         ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)), *output)
-        ctx.set_materialize_grads(True)
+        ctx.set_materialize_grads(materialize)
 
     def differentiate(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         saved = list(ctx.saved_tensors)

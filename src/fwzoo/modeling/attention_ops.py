@@ -127,6 +127,8 @@ def _attend(
         past = WindowPast(rows, rows, torch.zeros(batch, dtype=torch.long, device=device))
     if length == 0:
         return torch.zeros_like(v), past if keep else None
+    if length == 1 and bounds is None:
+        return _attend_one(q, k, v, past, mask, keep)
     size = length if length <= max(window, 64) else max(window, 64)
     tiling = Tiling(batch, length, size, mask=mask, bounds=None, device=device)
     numbers = torch.ones(1, length, dtype=torch.long, device=device)
@@ -157,6 +159,24 @@ def _attend(
             past.count + tiling.lengths,
         )
     return tiling.untile(o.flatten(0, 1), heads), new
+
+
+def _attend_one(
+    q: Tensor, k: Tensor, v: Tensor, past: WindowPast, mask: Tensor | None, keep: bool
+) -> tuple[Tensor, WindowPast | None]:
+    """`_attend` for one token a sequence, whose keys are the past and itself."""
+    real = None if mask is None else mask[..., None, None]
+    if real is not None:  # a masked token may hold anything
+        q, k, v = (torch.where(real, x, 0) for x in (q, k, v))
+    keys, values = torch.cat([past.k, k.to(past.k.dtype)], 1), torch.cat([past.v, v.to(past.v.dtype)], 1)
+    known = torch.arange(past.k.shape[1], -1, -1, device=q.device) <= past.count[:, None]
+    q, k, v = (x.transpose(1, 2) for x in (q, keys.to(q.dtype), values.to(q.dtype)))
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=known[:, None, None]).transpose(1, 2)
+    keys, values, count = keys[:, 1:], values[:, 1:], past.count + 1
+    if mask is not None and real is not None:
+        o, count = torch.where(real, o, 0), past.count + mask[:, 0].long()
+        keys, values = torch.where(real, keys, past.k), torch.where(real, values, past.v)
+    return o, WindowPast(keys, values, count) if keep else None
 
 
 def _before(tiling: Tiling, tiles: Tensor, rows: int, initial: Tensor) -> Tensor:

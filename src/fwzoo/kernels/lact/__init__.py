@@ -5,6 +5,10 @@ Source: "Test-Time Training Done Right" (2025).
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from .. import contract
@@ -12,7 +16,7 @@ from ..contract import Op
 from ..samples import FLOATS, Draw, Sample, Samples
 from .chunk import lact_chunk
 from .reference import lact_reference
-from .rules import LactState, Options, Tokens, empty_state
+from .rules import WIDEST, LactState, Options, Tokens, Weights, empty_state
 
 __all__ = ["LactState", "lact"]
 
@@ -29,7 +33,27 @@ def _samples(draw: Draw) -> Samples:
     yield Sample("momentum, prenorm", tokens, rates | momentum, weights, {"chunk_size": 64, "prenorm": True}, dtypes)
 
 
-LACT = contract.register(Op("lact", {"reference": lact_reference, "chunk": lact_chunk}, samples=_samples))
+def _limits(few: bool = False, backward: bool = False, hidden: int = 1, **options: Any) -> contract.Limits:
+    """What the call means for the kernels; hidden: M."""
+    if hidden > WIDEST:
+        return contract.Limits(cannot=f"M is {hidden}, and the Triton kernels take M up to {WIDEST}")
+    return contract.NO_LIMITS
+
+
+def _triton(*arguments: Any) -> tuple[Tensor, LactState]:
+    from .triton import lact_triton  # only here: fwzoo does not need triton
+
+    return lact_triton(*arguments)
+
+
+LACT = contract.register(
+    Op(
+        "lact",
+        {"reference": lact_reference, "chunk": lact_chunk, "triton": _triton},
+        samples=_samples,
+        fits=functools.partial(contract.heads_fit, largest=WIDEST),
+    )
+)
 
 
 def lact(
@@ -68,7 +92,7 @@ def lact(
         prenorm: sum the updates un-normalised and read a copy with rescaled rows; otherwise rescale the weights themselves.
         state: `LactState` to continue from. mask: bool `[B, T]`, True for real tokens.
         cu_seqlens: int64 `[S + 1]`, boundaries of documents packed along T (B must be 1); the state then has N = S rows.
-        level: "auto", "reference" or "chunk".
+        level: "auto", "reference", "chunk" or "triton" (CUDA tensors, D and M up to 8192).
 
     Returns:
         Output `[B, T, H, D]` in the dtype of q (rows of masked tokens are 0), and the complete `LactState`.
@@ -86,16 +110,12 @@ def lact(
     bounds = contract.check_cu_seqlens(cu_seqlens, q)
     documents = q.shape[0] if bounds is None else len(bounds) - 1
     dtype = contract.compute_dtype(q.dtype)
-    fresh = empty_state(documents, k, lr0.shape[-1], (w0, w1, w2), chunk_size, dtype)
-    if state is None:
-        state, counts = fresh, [0] * documents
-    else:
-        state, counts = _check_state(state, fresh, chunk_size)
+    state, counts = _start(state, k, lr0.shape[-1], (w0, w1, w2), documents, chunk_size)
     if momentum is None:
         momentum = q.new_zeros(q.shape[:3], dtype=dtype)
     tokens = Tokens(k, v, *(x.to(dtype) for x in (lr0, lr1, lr2, momentum)))
     contract.check_values({"q": q, **tokens._asdict()}, mask)
-    run = LACT.resolve(level, q.shape[1])
+    run = LACT.resolve(level, q.shape[1], (q, k, v), _limits(hidden=w0.shape[1]))
     return run(q, tokens, options, state, counts, mask, bounds)
 
 
@@ -143,9 +163,19 @@ def _check_weights(q: Tensor, lr0: Tensor, w0: Tensor, w1: Tensor, w2: Tensor) -
         )
 
 
-def _check_state(state: LactState, fresh: LactState, chunk_size: int) -> tuple[LactState, list[int]]:
-    state = contract.check_state(state, fresh)
-    counts = state.count.tolist()  # decides which chunks become full, so it is needed here anyway
+def _start(
+    state: LactState | None, k: Tensor, rates: int, weights: Weights, documents: int, chunk_size: int
+) -> tuple[LactState, list[int]]:
+    """The state to begin with, checked, and how many tokens are pending in every document."""
+    dtype = contract.compute_dtype(k.dtype)
+    if state is None:
+        return empty_state(documents, k, rates, weights, chunk_size, dtype), [0] * documents
+    like, *shapes = (x.new_empty(x.shape, device="meta") for x in (k, *weights))  # a step fills no state for nothing
+    w0, w1, w2 = shapes
+    state = contract.check_state(state, empty_state(documents, like, rates, (w0, w1, w2), chunk_size, dtype), k)
+    if k.shape[1] == 1 and k.is_cuda and torch.cuda.is_current_stream_capturing():
+        return state, [0] * documents  # cannot be asked for: whoever captures a step sees to it that it fills no chunk
+    counts = state.count.tolist()  # decides which chunks become full
     if not all(0 <= count < chunk_size for count in counts):
         raise ValueError(f"state.count is {counts}; it must lie between 0 and chunk_size - 1 = {chunk_size - 1}")
     return state, counts

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..contract import compute_dtype
+from ..contract import may_overwrite_states
 from ..tiling import Tiling
 from .reference import lact_reference
 from .rules import LactState, Memory, Options, Tokens, read, update
+
+Scan = Callable[..., tuple[Tensor, LactState]]  # of q, tokens, options, a state without pending tokens, mask, bounds
 
 
 def lact_chunk(
@@ -29,33 +32,62 @@ def lact_chunk(
     bounds: list[int] | None,
 ) -> tuple[Tensor, LactState]:
     """Batched form over `[B, T, H, .]`; arguments are those of `fwzoo.kernels.lact`, checked; counts is `state.count`."""
+    return in_chunks(_scan, read_plainly, q, tokens, options, state, counts, mask, bounds)
+
+
+def in_chunks(
+    scan: Scan,
+    read_tiles: Callable[..., Tensor],
+    q: Tensor,
+    tokens: Tokens,
+    options: Options,
+    state: LactState,
+    counts: list[int],
+    mask: Tensor | None,
+    bounds: list[int] | None,
+) -> tuple[Tensor, LactState]:
+    """What `scan` makes of documents without pending tokens, for any state; for calls in which no chunk becomes full,
+
+    `read_tiles(w0, w1, w2, q)` of weights `[N, H, .., ..]` and queries `[N, H, T, D]`.
+    """
     if q.shape[1] == 0:
         return lact_reference(q, tokens, options, state, counts, mask, bounds)
     if bounds is None and max(counts) + q.shape[1] < options.chunk:
-        return _within_chunk(q, tokens, state, mask)
+        return _within_chunk(read_tiles, q, tokens, state, mask)
     width = max(counts)
     if width:
-        return _after_pending(width, q, tokens, options, state, counts, mask, bounds)
-    return _scan(q, tokens, options, state, mask, bounds)
+        return _after_pending(scan, width, q, tokens, options, state, counts, mask, bounds)
+    return scan(q, tokens, options, state, mask, bounds)
 
 
-def _within_chunk(q: Tensor, tokens: Tokens, state: LactState, mask: Tensor | None) -> tuple[Tensor, LactState]:
+def _within_chunk(
+    read_tiles: Callable[..., Tensor], q: Tensor, tokens: Tokens, state: LactState, mask: Tensor | None
+) -> tuple[Tensor, LactState]:
     """No chunk can become full: all tokens read the same weights and wait."""
     chunk = state.pk.shape[1]
     real = torch.ones(q.shape[:2], dtype=torch.bool, device=q.device) if mask is None else mask
-    queries = torch.where(real[..., None, None], q, 0).to(state.w0.dtype)
-    o = read(state.w0, state.w1, state.w2, queries.transpose(1, 2)).transpose(1, 2)
-    # masked tokens go into one slot behind the chunk, which is cut off
-    slot = torch.where(real, state.count[:, None] + real.cumsum(1) - 1, chunk)
+    queries = torch.where(real[..., None, None], q, 0)
+    o = read_tiles(state.w0, state.w1, state.w2, queries.transpose(1, 2)).transpose(1, 2)
+    slot = state.count[:, None] + real.cumsum(1) - 1
     pending = []
     for old, x in zip(state.pending, tokens, strict=True):
-        index = slot.view(*slot.shape, *[1] * (x.ndim - 2)).expand_as(x)
-        room = torch.cat([old, torch.zeros_like(old[:, :1])], 1)
-        pending.append(room.scatter(1, index, x.to(old.dtype))[:, :chunk])
-    return o.to(q.dtype), LactState._make((*state.memory, *pending, state.count + real.sum(1)))
+        x = x.to(old.dtype)
+        if mask is None:
+            index = _along(slot, x)
+            pending.append(old.scatter_(1, index, x) if may_overwrite_states() else old.scatter(1, index, x))
+        else:  # masked tokens go into one slot behind the chunk, which is cut off
+            room = torch.cat([old, torch.zeros_like(old[:, :1])], 1)
+            pending.append(room.scatter(1, _along(torch.where(real, slot, chunk), x), x)[:, :chunk])
+    return o, LactState._make((*state.memory, *pending, state.count + real.sum(1)))
+
+
+def _along(slot: Tensor, x: Tensor) -> Tensor:
+    """Slots `[N, T]` as an index for `[N, T, ..]`."""
+    return slot.view(*slot.shape, *[1] * (x.ndim - 2)).expand_as(x)
 
 
 def _after_pending(
+    scan: Scan,
     width: int,
     q: Tensor,
     tokens: Tokens,
@@ -91,7 +123,7 @@ def _after_pending(
         filled = torch.arange(width, device=q.device) < state.count[:, None]
         own_mask = prepend(filled, torch.ones_like(q[:, :, 0, 0], dtype=torch.bool) if mask is None else mask)
     tokens = Tokens(*(prepend(old[:, :width], x) for old, x in zip(state.pending, tokens, strict=True)))
-    o, new_state = _scan(
+    o, new_state = scan(
         prepend(q.new_zeros(documents, width, *q.shape[2:]), q), tokens, options, state, own_mask, extended
     )
     if order is None:
@@ -103,7 +135,7 @@ def _scan(
     q: Tensor, tokens: Tokens, options: Options, state: LactState, mask: Tensor | None, bounds: list[int] | None
 ) -> tuple[Tensor, LactState]:
     """Chunk after chunk, for documents without pending tokens."""
-    heads, chunk, dtype = q.shape[2], options.chunk, compute_dtype(q.dtype)
+    heads, chunk = q.shape[2], options.chunk
     longest = q.shape[1] if bounds is None else max(b - a for a, b in itertools.pairwise(bounds))
     size = min(chunk, longest)  # a chunk that no document fills needs no more slots than its tokens
     tiling = Tiling(q.shape[0], q.shape[1], size, mask=mask, bounds=bounds, device=q.device)
@@ -119,7 +151,7 @@ def _scan(
     for step, documents in enumerate(tiling.steps):
         active = Memory(*(field[: documents * heads] for field in memory))
         own_q, *own = (part[step] for part in parts)
-        outputs.append(run(_read, *active[:3], own_q, dtype))
+        outputs.append(run(read_plainly, *active[:3], own_q))
         if (step + 1) * chunk > longest:
             continue
         full = None if tiling.dense else tiling.lengths[:documents] >= (step + 1) * chunk
@@ -127,21 +159,30 @@ def _scan(
         memory = Memory(*(torch.cat([x, field[documents * heads :]]) for x, field in zip(new, memory, strict=True)))
     o = tiling.untile(torch.cat(outputs), heads)
     kept = (tiling.leave(field.unflatten(0, (-1, heads))) for field in memory)
+    pending, count = waiting_tokens(tiling, tiles, heads, chunk)
+    waiting = (x.to(old.dtype) for x, old in zip(pending, state.pending, strict=True))
+    return o, LactState._make((*kept, *waiting, count))
+
+
+def waiting_tokens(tiling: Tiling, tiles: Tokens, heads: int, chunk: int) -> tuple[list[Tensor], Tensor]:
+    """The tokens `[N, C, H, ..]` of every document behind its last full chunk, and their number, from their tiles."""
     count = tiling.lengths % chunk
-    slot = (tiling.lengths - count)[:, None] + torch.arange(chunk, device=q.device)
+    slot = (tiling.lengths - count)[:, None] + torch.arange(chunk, device=count.device)
     slot = torch.where(slot < tiling.lengths[:, None], slot, -1)
-    pending = [tiling.pick(x, slot, heads).transpose(1, 2) for x in (*tiles[:5], tiles.momentum[..., None])]
+    pending = [
+        tiling.leave(tiling.pick(x, slot, heads).transpose(1, 2)) for x in (*tiles[:5], tiles.momentum[..., None])
+    ]
     pending[5] = pending[5].squeeze(-1)
-    waiting = (tiling.leave(x).to(old.dtype) for x, old in zip(pending, state.pending, strict=True))
-    return o, LactState._make((*kept, *waiting, tiling.leave(count)))
+    return pending, tiling.leave(count)
 
 
 def _call(function: Any, *arguments: Any) -> Any:
     return function(*arguments)
 
 
-def _read(w0: Tensor, w1: Tensor, w2: Tensor, q: Tensor, dtype: torch.dtype) -> Tensor:
-    return read(w0, w1, w2, q.to(dtype)).to(q.dtype)
+def read_plainly(w0: Tensor, w1: Tensor, w2: Tensor, q: Tensor) -> Tensor:
+    """`rules.read` in the dtype of the weights, returned in that of the queries."""
+    return read(w0, w1, w2, q.to(w0.dtype)).to(q.dtype)
 
 
 def _update(memory: Memory, full: Tensor | None, options: Options, *tokens: Tensor) -> Memory:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 NORM_EPS, FROBENIUS_EPS = 1e-5, 1e-7
+WIDEST = 8192  # row of fast weights that a Triton program holds
 
 NEWTON_SCHULZ = (
     (4.0848, -6.8946, 2.9270),
@@ -22,6 +23,8 @@ NEWTON_SCHULZ = (
     (2.8769, -3.1427, 1.2046),
     (2.8366, -3.0525, 1.2012),
 )
+
+Weights = tuple[Tensor, Tensor, Tensor]  # W0, W1, W2
 
 
 @dataclass(frozen=True)
@@ -108,9 +111,7 @@ class Tokens(NamedTuple):
     momentum: Tensor
 
 
-def empty_state(
-    documents: int, k: Tensor, rates: int, weights: tuple[Tensor, Tensor, Tensor], chunk: int, dtype: torch.dtype
-) -> LactState:
+def empty_state(documents: int, k: Tensor, rates: int, weights: Weights, chunk: int, dtype: torch.dtype) -> LactState:
     """The state before the first token: the initial weights `[H, .., ..]` for each of `documents` sequences."""
     heads, size = k.shape[2], k.shape[3]
     w0, w1, w2 = (w.to(dtype).expand(documents, *w.shape) for w in weights)

@@ -6,7 +6,7 @@ Source: "Test-Time Training Done Right" (2025).
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,7 @@ class LactMixer(nn.Module):
     """
 
     operator = staticmethod(lact)
+    steps_alike: ClassVar[bool] = True  # but for the last token of a chunk
 
     def __init__(self, config: Any, layer_index: int) -> None:
         super().__init__()
@@ -115,6 +116,10 @@ class LactMixer(nn.Module):
         if self.scale_proj is not None:
             remembered = remembered * F.silu(self.scale_proj(hidden))[..., None]
         return self.o_proj(attended.flatten(-2) + remembered.flatten(-2))
+
+    def steps_left(self, memory: Any) -> int:
+        """How many tokens can be decoded one by one before one fills a chunk (asks the device)."""
+        return self.config.lact_chunk_size - 1 - int(memory.read()["count"].max())
 
     def health(self, hidden: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """The mean scale of what is read, where it has one, and the distance of the fast weights from the initial ones."""
