@@ -27,7 +27,9 @@ NOTHING = (None,) * 5
 
 
 @triton.jit
-def _key_of(k, key, tail_x, n, h, t, begin, tokens, heads, K: tl.constexpr, WINDOW: tl.constexpr, SHIFTED: tl.constexpr):
+def _key_of(
+    k, key, tail_x, n, h, t, begin, tokens, heads, K: tl.constexpr, WINDOW: tl.constexpr, SHIFTED: tl.constexpr
+):
     """Where the key of token t's pair begins. Pairs before token `begin`, the first that has one, are in the tail."""
     at = k + ((n * tokens + t - SHIFTED) * heads + h) * K
     if SHIFTED:
