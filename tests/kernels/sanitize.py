@@ -10,6 +10,7 @@ tensor is an allocation of its own.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,8 +44,9 @@ def convolutions() -> None:
         past = torch.randn(1 if bounds is None else 2, 3, 64, device="cuda", requires_grad=True)
         y = convolution(x, weight, past, make_ranks(x, holes, bounds), head=32, norm="rms", eps=1e-6)
         torch.autograd.grad(y.square().sum(), [x, weight, past])
+    options: dict[str, Any] = {"heads": [32, 16, 16], "norms": ["l2", "rms", None], "eps": 1e-6}
     with torch.no_grad():
-        convolution_step([x[:, :1]], weight, past[:1], mask[:, :1], heads=[32], norms=["l2"], eps=1e-6)
+        convolution_step(x[:, :1].split([32, 16, 16], -1), weight, past[:1], mask[:, :1], **options)
     torch.cuda.synchronize()
     print("convolution", flush=True)
 
