@@ -53,9 +53,10 @@ def fused_convolution(config: Any, x: Tensor) -> bool:
 
 def fused_pointwise(config: Any, x: Tensor) -> bool:
     """Whether the small steps on this tensor `[B, T, ...]` run as one kernel each: on a GPU, where no gradient is wanted."""
-    fits = x.dtype != torch.float64 and config.kernel_level in ("auto", "triton")
-    alone = torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type)
-    return x.is_cuda and NO_TRITON is None and fits and not alone
+    if not x.is_cuda or NO_TRITON is not None or config.kernel_level not in ("auto", "triton"):
+        return False
+    plain = torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_autocast_enabled("cuda")
+    return x.dtype != torch.float64 and not plain
 
 
 class ShortConvolution(nn.Module):
