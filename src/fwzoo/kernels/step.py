@@ -15,15 +15,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import cuda
 
-from .contract import may_overwrite_states
+from .contract import INTERPRETING, may_overwrite_states
 from .falcon.prepass import SQUARINGS
 from .falcon.rules import FalconState, Options
 from .gpu import block, on_device, read
 
-COLUMNS, WARPS = 32, 4  # of S that a program holds: enough for whole cache lines, few enough to stay in registers
-APART = True
+COLUMNS, WARPS = 32, 2  # of S that a program holds: enough for whole cache lines, few enough to stay in registers
 NOTHING = (None,) * 5
+EARLY = True
 
 
 @triton.jit
@@ -109,10 +110,13 @@ def _window_energies(
     WINDOW: tl.constexpr,
     SHIFTED: tl.constexpr,
     MASKED: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Top eigenvalue of the Gram matrix of every token's window, `[N, T, H]`."""
+    """Top eigenvalue of the Gram matrix of every token's window, `[N, T, H]`. EARLY: the next kernel may start meanwhile."""
+    if EARLY:
+        cuda.gdc_launch_dependents()
     g, d = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
     ok = g < rows
     n, t, h = g // (tokens * heads), (g // heads) % tokens, g % heads
@@ -175,6 +179,7 @@ def _steps(
     COUPLED: tl.constexpr,
     SHIFTED: tl.constexpr,
     MASKED: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -188,49 +193,59 @@ def _steps(
     inside = (d < K)[:, None] & (c < V)[None, :]
     at = sequence_head * K * V + d[:, None] * V + c[None, :]
     old = tl.load(S + at, mask=inside, other=0.0)
-    begin, before = 0, 0
+    # every wait for other threads is also one for loads before it, so all loads come first
+    begin, before, moved = 0, 0, ()
     if GATED:
         before = tl.load(count + n)
+        known = tl.load(has_key + n) != 0
         if SHIFTED:
-            begin = tl.where(tl.load(has_key + n) != 0, 0, 1)
+            begin = tl.where(known, 0, 1)
+        there_is = tl.load(real + n * tokens).to(tl.int32) if MASKED else 1
+        pairs_of_call = (tokens - begin) * there_is
+        own = d < tl.where(tl.program_id(0) == 0, K, 0)
+        there = tl.where(there_is > 0, k + ((n * tokens + tokens - 1) * heads + h) * K, key + sequence_head * K)
+        moved = (tl.load(there + d, mask=own),)
+        for i in tl.static_range(WINDOW - 1):
+            t = begin + i + pairs_of_call - (WINDOW - 1)
+            there = _key_of(k, key, tail_x, n, h, t, begin, tokens, heads, K, WINDOW, SHIFTED)
+            moved = moved + (tl.load(there + d, mask=own),)
+            there = _value_of(v, tail_v, n, h, t, begin, tokens, heads, V, WINDOW)
+            moved = moved + (tl.load(there + c, mask=c < V),)
     for t in range(tokens):
         token = (n * tokens + t) * heads + h
         # how many entries of this token's rows exist: none where it is masked (a bound, as masks of blocks and scalars do not mix)
         alive = tl.load(real + n * tokens + t).to(tl.int32) if MASKED else 1
-        own_k, own_v = K * alive, V * alive
         writes = (alive > 0) & (t >= begin)
         new_k, new_v = tl.where(writes, K, 0), tl.where(writes, V, 0)
-        x = ()
+        x, value = (), ()
         for j in tl.static_range(WINDOW):
             there = _key_of(k, key, tail_x, n, h, t - (WINDOW - 1) + j, begin, tokens, heads, K, WINDOW, SHIFTED)
-            x = x + (read(there + d, d < new_k).to(tl.float32),)
+            x = x + (read(there + d, d < new_k),)
+            there = _value_of(v, tail_v, n, h, t - (WINDOW - 1) + j, begin, tokens, heads, V, WINDOW)
+            value = value + (read(there + c, c < new_v),)
+        row = read(q + token * K + d, d < K * alive)
+        strength, decay = 1.0, 1.0
+        if PER_COLUMN:
+            strength = read(gain + token * V + c, c < V * alive).to(tl.float32)[None, :]
+        elif gain is not None:
+            strength = read(gain + token, alive > 0).to(tl.float32)
+        if other is not None:
+            decay = read(other + token, alive > 0).to(tl.float32)
         if GATED:
             summed = 0.0
             if energies is not None:
+                if EARLY:
+                    cuda.gdc_wait()
                 summed = tl.load(energies + token)
-            elif (DIVIDE or COUPLED) and REGRESSION and WINDOW > 1:
-                gram = ()
-                for i in tl.static_range(WINDOW):
-                    for j in tl.static_range(WINDOW):
-                        if j < i:
-                            gram = gram + (gram[j * WINDOW + i],)
-                        else:
-                            gram = gram + (tl.sum(x[i] * x[j], 0),)
-                summed = _top_eigenvalue(gram, WINDOW)
             elif DIVIDE or COUPLED:
-                square = x[0] * x[0]
+                square = x[0].to(tl.float32) * x[0].to(tl.float32)
                 for j in tl.static_range(1, WINDOW):
-                    square += x[j] * x[j]
+                    square += x[j].to(tl.float32) * x[j].to(tl.float32)
                 summed = tl.sum(square, 0)
             pairs = tl.minimum(tl.maximum(before + t + 1 - begin, 1), WINDOW).to(tl.float32)
-            energy = summed / pairs
-            lam = read(other + token, alive > 0).to(tl.float32)
+            beta, lam, energy = strength, decay, summed / pairs
             if COUPLED:
                 lam = lam * energy
-            if PER_COLUMN:
-                beta = read(gain + token * V + c, c < own_v).to(tl.float32)[None, :]
-            else:
-                beta = read(gain + token, alive > 0).to(tl.float32)
             if DIVIDE:
                 under = energy + lam + eps
                 writes = writes & (under != 0)
@@ -244,47 +259,36 @@ def _steps(
             decay = tl.maximum(decay, decay_floor)
             if WINDOW > 1:
                 strength = strength / pairs
-        else:
-            strength, decay = 1.0, 1.0
-            if gain is not None:
-                strength = read(gain + token, alive > 0).to(tl.float32)
-            if other is not None:
-                decay = tl.exp(read(other + token, alive > 0).to(tl.float32))
-        row = read(q + token * K + d, d < own_k).to(tl.float32) * scale
+        elif other is not None:
+            decay = tl.exp(decay)
+        wanted = (row.to(tl.float32) * scale)[:, None]
         if not READ_AFTER_WRITE:
-            found = tl.sum(old * row[:, None], 0)
+            found = tl.sum(old * wanted, 0)
         if DECAY_FIRST:
             old = old * decay
         written = ()
         for j in tl.static_range(WINDOW):
-            there = _value_of(v, tail_v, n, h, t - (WINDOW - 1) + j, begin, tokens, heads, V, WINDOW)
-            value = read(there + c, c < new_v).to(tl.float32)[None, :]
+            one = value[j].to(tl.float32)[None, :]
             if REGRESSION:
-                value = value - tl.sum(old * x[j][:, None], 0)[None, :]
-            written = written + (strength * value,)
+                one = one - tl.sum(old * x[j].to(tl.float32)[:, None], 0)[None, :]
+            written = written + (strength * one,)
         if not DECAY_FIRST:
             old = old * decay
         for j in tl.static_range(WINDOW):  # where nothing is written, keys are 0 and the decay is 1
-            old += x[j][:, None] * written[j]
+            old += x[j].to(tl.float32)[:, None] * written[j]
         if READ_AFTER_WRITE:
-            found = tl.sum(old * row[:, None], 0)
+            found = tl.sum(old * wanted, 0)
         tl.store(o + token * V + c, found.to(o.dtype.element_ty), mask=c < V)
     tl.store(new_S + at, old, mask=inside)
     if GATED:
-        alive = tl.load(real + n * tokens).to(tl.int32) if MASKED else 1
-        first, written = tl.program_id(0) == 0, (tokens - begin) * alive
-        own = d < tl.where(first, K, 0)
-        there = tl.where(alive > 0, k + ((n * tokens + tokens - 1) * heads + h) * K, key + sequence_head * K)
-        tl.store(new_key + sequence_head * K + d, tl.load(there + d, mask=own), mask=own)
+        tl.store(new_key + sequence_head * K + d, moved[0], mask=own)
         for i in tl.static_range(WINDOW - 1):
-            t, to = begin + i + written - (WINDOW - 1), (n * (WINDOW - 1) + i) * heads + h
-            there = _key_of(k, key, tail_x, n, h, t, begin, tokens, heads, K, WINDOW, SHIFTED)
-            tl.store(new_tail_x + to * K + d, tl.load(there + d, mask=own), mask=own)
-            there = _value_of(v, tail_v, n, h, t, begin, tokens, heads, V, WINDOW)
-            tl.store(new_tail_v + to * V + c, tl.load(there + c, mask=c < V), mask=c < V)
-        if first & (h == 0):
-            tl.store(new_has_key + n, (tl.load(has_key + n) != 0) | (alive > 0))
-            tl.store(new_count + n, tl.minimum(before + written, WINDOW - 1))
+            to = (n * (WINDOW - 1) + i) * heads + h
+            tl.store(new_tail_x + to * K + d, moved[1 + 2 * i], mask=own)
+            tl.store(new_tail_v + to * V + c, moved[2 + 2 * i], mask=c < V)
+        if (tl.program_id(0) == 0) & (h == 0):
+            tl.store(new_has_key + n, known | (there_is > 0))
+            tl.store(new_count + n, tl.minimum(before + pairs_of_call, WINDOW - 1))
 
 
 def _run(
@@ -307,6 +311,7 @@ def _run(
     new_S = S if may_overwrite_states() else torch.empty_like(S)
     o = v.new_empty(batch, tokens, heads, v_size)
     # enough columns for whole cache lines, few enough that S stays in registers
+    early = energies is not None and may_start_early(q.device)
     block_k, block_v = block(k_size), min(block(v_size), COLUMNS if k_size <= 128 else 16)
     with on_device(q):
         _steps[(triton.cdiv(v_size, block_v), batch * heads)](
@@ -328,12 +333,19 @@ def _run(
             V=v_size,
             WINDOW=window,
             MASKED=mask is not None,
+            EARLY=early,
             BLOCK_K=block_k,
             BLOCK_V=block_v,
             num_warps=WARPS,
+            **({"launch_pdl": True} if early else {}),
             **options,
         )
     return o, new_S
+
+
+def may_start_early(device: torch.device) -> bool:
+    """Whether a kernel can begin while the one before it runs (programmatic dependent launch, from Hopper on)."""
+    return EARLY and not INTERPRETING and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
@@ -423,7 +435,7 @@ def _moving(state: FalconState) -> tuple[Tensor, ...]:
 
 def _energies(q: Tensor, k: Tensor, state: FalconState, mask: Tensor | None, options: Options) -> Tensor | None:
     """falcon3's energies before they are divided by the number of pairs `[N, T, H]`; None where the step sums them itself."""
-    if not (APART and options.needs_energy and options.rule.regression and options.window > 1):
+    if not (options.needs_energy and options.rule.regression and options.window > 1):
         return None
     (batch, tokens, heads, k_size), few = q.shape, 8
     energies = q.new_empty(batch, tokens, heads, dtype=torch.float32)
@@ -442,6 +454,7 @@ def _energies(q: Tensor, k: Tensor, state: FalconState, mask: Tensor | None, opt
             WINDOW=options.window,
             SHIFTED=options.shifted,
             MASKED=mask is not None,
+            EARLY=may_start_early(q.device),
             BLOCK_K=block(k_size),
             ROWS=few,
             num_warps=1,
