@@ -154,12 +154,14 @@ def _steps(
     count,
     energies,
     real,
+    z,
     S,
     new_key,
     new_tail_x,
     new_tail_v,
     new_has_key,
     new_count,
+    new_z,
     new_S,
     o,
     tokens,
@@ -179,6 +181,7 @@ def _steps(
     COUPLED: tl.constexpr,
     SHIFTED: tl.constexpr,
     MASKED: tl.constexpr,
+    NORMALIZE: tl.constexpr,
     EARLY: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -211,6 +214,8 @@ def _steps(
             moved = moved + (tl.load(there + d, mask=own),)
             there = _value_of(v, tail_v, n, h, t, begin, tokens, heads, V, WINDOW)
             moved = moved + (tl.load(there + c, mask=c < V),)
+    if z is not None:
+        norms = tl.load(z + sequence_head * K + d, mask=d < K, other=0.0)
     for t in range(tokens):
         token = (n * tokens + t) * heads + h
         # how many entries of this token's rows exist: none where it is masked (a bound, as masks of blocks and scalars do not mix)
@@ -278,8 +283,14 @@ def _steps(
             old += x[j].to(tl.float32)[:, None] * written[j]
         if READ_AFTER_WRITE:
             found = tl.sum(old * wanted, 0)
+        if z is not None:
+            norms = norms * decay + x[0].to(tl.float32)
+            if NORMALIZE:
+                found = found / tl.where(alive > 0, tl.sum(norms * row.to(tl.float32), 0) + eps, 1.0)
         tl.store(o + token * V + c, found.to(o.dtype.element_ty), mask=c < V)
     tl.store(new_S + at, old, mask=inside)
+    if z is not None:
+        tl.store(new_z + sequence_head * K + d, norms, mask=d < tl.where(tl.program_id(0) == 0, K, 0))
     if GATED:
         tl.store(new_key + sequence_head * K + d, moved[0], mask=own)
         for i in tl.static_range(WINDOW - 1):
@@ -303,6 +314,7 @@ def _run(
     S: Tensor,
     new: tuple[Tensor | None, ...],
     window: int,
+    z: tuple[Tensor | None, Tensor | None] = (None, None),
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Run the kernel: `state` and `new` are key, tail_x, tail_v, has_key and count before and after."""
@@ -323,8 +335,10 @@ def _run(
             *state,
             energies,
             mask,
+            z[0],
             S,
             *new,
+            z[1],
             new_S,
             o,
             tokens,
@@ -363,27 +377,28 @@ def steps(
     *,
     scale: float = 1.0,
     regression: bool,
-) -> tuple[Tensor, Tensor]:
+    z: Tensor | None = None,
+    normalize: bool = False,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """`S <- decay S + strength k e^T`, token by token, where e is v or its residual at the decayed S; o = scale * S^T q.
 
     Args:
         q, k: `[B, T, H, K]`. v: `[B, T, H, V]`. strength, log_decay: `[B, T, H]`, None means 1 and 0.
         S: float32 `[B, H, K, V]`; overwritten within `contract.overwriting_states()`. mask: bool `[B, T]` or None.
+        z: normaliser `[B, H, K]`, `z <- decay z + k`, or None. normalize: divide o by q . z + eps.
 
-    Returns: o `[B, T, H, V]` in the dtype of v, and the new S.
+    Returns: o `[B, T, H, V]` in the dtype of v, the new S, and the new z.
     """
     options = {"REGRESSION": regression, "PER_COLUMN": False, "DECAY_FIRST": True, "READ_AFTER_WRITE": True}
-    gates = {
-        "GATED": False,
-        "DIVIDE": False,
-        "COUPLED": False,
-        "eps": 0.0,
-        "decay_floor": 0.0,
-        "scale": scale,
-        "SHIFTED": False,
-    }
-    q, k, v, strength, log_decay, mask = _contiguous(q, k, v, strength, log_decay, mask)
-    return _run(q, k, v, strength, log_decay, NOTHING, None, mask, S, NOTHING, 1, **options, **gates)
+    gates = {"GATED": False, "DIVIDE": False, "COUPLED": False, "SHIFTED": False, "decay_floor": 0.0}
+    q, k, v, strength, log_decay, mask, z = _contiguous(q, k, v, strength, log_decay, mask, z)
+    norms = (z, None if z is None else torch.empty_like(z))
+    o, S = _run(
+        q, k, v, strength, log_decay, NOTHING, None, mask, S, NOTHING, 1, norms, NORMALIZE=normalize, eps=eps, scale=scale,
+        **options, **gates,
+    )  # fmt: skip
+    return o, S, norms[1]
 
 
 def falcon_steps(
@@ -420,6 +435,7 @@ def falcon_steps(
         DECAY_FIRST=False,
         READ_AFTER_WRITE=options.read_after_write,
         GATED=True,
+        NORMALIZE=False,
         DIVIDE=options.step == "beta",
         COUPLED=options.scale_coupled,
         eps=options.eps,
