@@ -226,8 +226,8 @@ def run_once(name: str) -> None:
 
 
 def gradient_error(row: Row) -> float:
-    """Largest relative error of output and gradients against float64, at a small shape."""
-    inputs = [x.requires_grad_() for x in row.inputs(1, 256, 2, 128)]
+    """Largest relative error of output and gradients against float64, on few tokens; the heads are those that are timed."""
+    inputs = [x.requires_grad_() for x in row.inputs(1, 256, *SHAPES["B4 T8192"][2:])]
     wide = [x.detach().double().requires_grad_() for x in inputs]
     o, exact = row.run(*inputs), row.exact(*wide)  # type: ignore[misc]
     upstream = torch.randn_like(exact)
@@ -357,8 +357,11 @@ def main() -> None:
     parser.add_argument("--no-decoding", action="store_true", help="do not time the decoding step")
     parser.add_argument("--compile", action="store_true", help="run each of the rows once, which compiles its kernels")
     args = parser.parse_args()
-    peers.without_guard()
-    peers.prepare_autotuning()
+    if peers.installed():
+        peers.without_guard()
+        peers.prepare_autotuning()
+    else:
+        print("flash-linear-attention is not installed: its rows will fail, and nothing is compared with them")
     if args.compile:
         for name in args.rows:
             run_once(name)
@@ -374,8 +377,13 @@ def main() -> None:
     peers.compile_on_all_cores(__file__, [["--compile", "--rows", x] for x in ours], [["--compile", "--rows", *theirs]])
     console.print(f"compiled on {os.cpu_count()} cores in {time.perf_counter() - start:.0f} s")
     for name, row in rows.items():
-        if row.exact is not None:
+        if row.exact is None:
+            continue
+        try:
             error = results["gradients"][name] = gradient_error(row)
+        except Exception as failure:
+            console.print(f"{name}: {type(failure).__name__}: {str(failure)[:300]}")
+        else:
             verdict = "right" if error < 0.02 else "WRONG"
             console.print(f"{name}: output and gradients {verdict} (relative error {error:.1e}, guard patched)")
     for title, shape in SHAPES.items():

@@ -203,7 +203,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/models"))
     options = parser.parse_args()
     torch.set_float32_matmul_precision("high")
-    if any(name.startswith("fla") for name in options.models):
+    if peers.installed() and any(name.startswith("fla") for name in options.models):
         peers.without_guard()
         peers.prepare_autotuning()
     if options.compile:

@@ -8,6 +8,7 @@ process then times every one of them, as it would have, only for shorter.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import subprocess
 import sys
@@ -15,6 +16,11 @@ from collections.abc import Sequence
 from typing import Any
 
 SHARE = "FWZOO_BENCHMARK_SHARE"  # "2/12": the third of twelve workers
+
+
+def installed() -> bool:
+    """Whether flash-linear-attention is there to be compared with."""
+    return importlib.util.find_spec("fla") is not None
 
 
 def without_guard() -> None:
