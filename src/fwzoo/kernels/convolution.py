@@ -128,29 +128,30 @@ def _input_kernel(
     c, d = tl.program_id(0).to(tl.int64), tl.arange(0, BF)
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
     column, inside, e = tl.program_id(1) * F + d, d < F, tl.arange(0, ROWS)
+    own = ()
+    for _ in tl.static_range(W):
+        own = own + (tl.zeros([ROWS, BF], tl.float32),)
     for begin in range(0, C, ROWS):
         r = i * C + begin + e
-        grad = tl.zeros([ROWS, BF], tl.float32)
+        row = row_of(rows, start, r, r < length, MASKED)
+        at, ok = row[:, None] * D + column[None, :], (r < length)[:, None] & inside[None, :]
+        value = read(x + at, ok).to(tl.float32)
+        grad, sums = tl.zeros([ROWS, BF], tl.float32), ()
         for j in tl.static_range(W):
             tap = read(weight + column * W + j, inside).to(tl.float32)
             after = _later(d_pre, rows, start, length, r + (W - 1) - j, r < length, column, inside, D, MASKED)
             grad += after * tap[None, :]
-        row = row_of(rows, start, r, r < length, MASKED)
-        at = d_x + row[:, None] * D + column[None, :]
-        tl.store(at, grad.to(d_x.dtype.element_ty), mask=(r < length)[:, None] & inside[None, :])
+            sums = sums + (own[j] + value * after,)
+        own = sums
+        tl.store(d_x + at, grad.to(d_x.dtype.element_ty), mask=ok)
     for j in tl.static_range(W):
-        own = tl.zeros([ROWS, BF], tl.float32)
-        for begin in range(0, C, ROWS):
-            r = i * C + begin + e
-            row = row_of(rows, start, r, r < length, MASKED)
-            value = read(x + row[:, None] * D + column[None, :], (r < length)[:, None] & inside[None, :])
-            after = _later(d_pre, rows, start, length, r + (W - 1) - j, r < length, column, inside, D, MASKED)
-            own += value.to(tl.float32) * after
+        part = tl.sum(own[j], 0)
         if PAST and i == 0:
             old = past + (n * (W - 1) + e)[:, None] * D + column[None, :]
             value = read(old, (e < W - 1)[:, None] & inside[None, :]).to(tl.float32)
-            own += value * _later(d_pre, rows, start, length, e - j, e < W - 1, column, inside, D, MASKED)
-        tl.store(d_weight + (c * W + j) * D + column, tl.sum(own, 0), mask=inside)
+            after = _later(d_pre, rows, start, length, e - j, e < W - 1, column, inside, D, MASKED)
+            part += tl.sum(value * after, 0)
+        tl.store(d_weight + (c * W + j) * D + column, part, mask=inside)
     if PAST and i == 0:
         before = tl.zeros([ROWS, BF], tl.float32)
         for j in tl.static_range(W):
