@@ -1,10 +1,11 @@
 """The Triton kernels beside flash-linear-attention's, in one run on one GPU.
 
-Run: python benchmarks/kernels.py [--rows falcon1a falcon3a] [--repeats 20] [--out runs/kernels] [--no-lengths]
+Run: python benchmarks/kernels.py [--rows falcon1a falcon3a] [--repeats 20] [--out runs/kernels] [--no-lengths] [--no-decoding]
 
 For every operator at two shapes: median milliseconds of forward and of forward + backward, ratio to its peer (and what that
-ratio may be at most), ratio to the floor (the larger of bytes over 4.3 TB/s, every input read and every output written once,
-and FLOPs over 700 TFLOP/s), and peak memory. Inputs rotate, so that no run finds its own in the cache.
+ratio may be at most), ratio to the floor (the larger of bytes over 4.28 TB/s, every input read and every output written once,
+and FLOPs over 700 TFLOP/s), and peak memory; the decoding step, as a CUDA graph; and forward + backward against T, as a plot.
+Inputs rotate, so that no run finds its own in the cache. The kernels are compiled on all cores before anything is timed.
 
 flash-linear-attention refuses the backward of gated operators on Hopper with Triton 3.4 to 3.7.0. Its guard is patched away in
 this process, and its gradients are compared with float64 references here; the table says what was found.
@@ -15,23 +16,28 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import peers
 import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from fwzoo.kernels import falcon, gated_delta, linear_attention
+from fwzoo.kernels import FalconState, GatedDeltaState, LinearAttentionState, falcon, gated_delta, linear_attention
+from fwzoo.kernels.contract import overwriting_states
 
 SHAPES = {"B4 T8192": (4, 8192, 16, 128), "B1 T32768": (1, 32768, 16, 128)}  # B, T, H, K = V
-BANDWIDTH, RATE = 4.3e12, 700e12
+STEP = (64, 1, 16, 128)
+WINDOW = 4
+BANDWIDTH, RATE = 4.28e12, 700e12
 Inputs = tuple[Tensor, ...]
 
 
@@ -208,9 +214,21 @@ def measure(row: Row, shape: Sequence[int], repeats: int, turns: int = 3, backwa
     return result
 
 
+def run_once(name: str) -> None:
+    """Forward and backward at every shape, and the step."""
+    for shape in SHAPES.values():
+        inputs = [x.requires_grad_() for x in ROWS[name].inputs(*shape)]
+        o = ROWS[name].run(*inputs)
+        torch.autograd.grad(o, inputs, torch.randn_like(o))
+    if name in STEPS:
+        with torch.no_grad(), overwriting_states():
+            one_step(name, STEPS[name](*STEP), state_of(name))
+    torch.cuda.synchronize()
+
+
 def gradient_error(row: Row) -> float:
-    """Largest relative error of output and gradients against float64, at a small shape."""
-    inputs = [x.requires_grad_() for x in row.inputs(1, 256, 2, 128)]
+    """Largest relative error of output and gradients against float64, on few tokens; the heads are those that are timed."""
+    inputs = [x.requires_grad_() for x in row.inputs(1, 256, *SHAPES["B4 T8192"][2:])]
     wide = [x.detach().double().requires_grad_() for x in inputs]
     o, exact = row.run(*inputs), row.exact(*wide)  # type: ignore[misc]
     upstream = torch.randn_like(exact)
@@ -219,11 +237,84 @@ def gradient_error(row: Row) -> float:
     return max(((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, right, strict=True))
 
 
-def without_guard() -> None:
-    """Take flash-linear-attention's refusal of Hopper out of this process."""
-    import fla.ops.common.chunk_o as module
+# --- the decoding step ---
 
-    module.IS_NVIDIA_HOPPER = False
+
+def state_of(name: str) -> Any:
+    """The state of a batch of sequences in the middle of a text."""
+    batch, _, heads, size = STEP
+    S = torch.randn(batch, heads, size, size, device="cuda")
+    if name == "gated_delta":
+        return GatedDeltaState(S)
+    if name == "linear_attention":
+        return LinearAttentionState(S, torch.ones(batch, heads, size, device="cuda"))
+    if not name.startswith("falcon"):
+        return S
+    tail = (WINDOW if name in ("falcon3", "falcon3a") else 1) - 1
+    x, v = (torch.randn(batch, tail, heads, size, device="cuda").bfloat16() for _ in range(2))
+    key, known = torch.randn(batch, heads, size, device="cuda").bfloat16(), torch.ones(batch, device="cuda").bool()
+    return FalconState(
+        S, F.normalize(key, dim=-1), known, F.normalize(x, dim=-1), v, torch.full_like(known, tail, dtype=torch.long)
+    )
+
+
+def one_step(name: str, inputs: Inputs, state: Any) -> None:
+    """One token of every sequence."""
+    if name.startswith("fla"):
+        from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
+
+        q, k, v, g, beta = inputs
+        fused_recurrent_gated_delta_rule(
+            q, k, v, g=g, beta=beta, scale=1.0, initial_state=state, output_final_state=True
+        )
+    elif name == "gated_delta":
+        gated_delta(*inputs, scale=1.0, state=state, level="triton")
+    elif name == "linear_attention":
+        linear_attention(*inputs, normalize=False, state=state, level="triton")
+    else:
+        falcon(*inputs, rule=name, state=state, level="triton")
+
+
+STEPS = {"fla gated delta": delta_inputs, "gated_delta": delta_inputs, "linear_attention": scalar_gate} | {
+    name: row.inputs for name, row in ROWS.items() if name.startswith("falcon")
+}
+
+
+@torch.no_grad()
+def measure_step(name: str, repeats: int, calls: int = 21) -> float:
+    """Milliseconds of a step, in a CUDA graph of `calls` steps on three sets of inputs in turn, states overwritten."""
+    sets = [(STEPS[name](*STEP), state_of(name)) for _ in range(3)]
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with overwriting_states():
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            one_step(name, *sets[0])
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph):
+            for i in range(calls):
+                one_step(name, *sets[i % len(sets)])
+    return timed(lambda _: graph.replay(), repeats, 1) / calls
+
+
+def step_table(names: Iterable[str], repeats: int, console: Console) -> dict[str, float]:
+    """Every operator's step beside the floor: its matrices read and written once."""
+    batch, _, heads, size = STEP
+    floor = 1e3 * 2 * 4 * batch * heads * size * size / BANDWIDTH
+    table = Table(
+        "operator", "µs", "of floor", "at most", "", title=f"decoding step, B{batch} H{heads} K=V={size} bf16"
+    )
+    found = {}
+    for name in names:
+        try:
+            found[name] = time = measure_step(name, repeats)
+        except Exception as error:
+            console.print(f"step of {name}: {type(error).__name__}: {str(error)[:300]}")
+            continue
+        own = not name.startswith("fla")
+        verdict = ("ok" if time <= 1.5 * floor else "MISSED") if own else ""
+        table.add_row(name, f"{1e3 * time:.1f}", f"{time / floor:.2f}", "1.50" if own else "", verdict)
+    console.print(table)
+    return found
 
 
 def versions() -> dict[str, str]:
@@ -264,17 +355,36 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", type=Path, default=Path("runs/kernels"))
     parser.add_argument("--no-lengths", action="store_true", help="do not time other lengths, do not plot")
+    parser.add_argument("--no-decoding", action="store_true", help="do not time the decoding step")
+    parser.add_argument("--compile", action="store_true", help="run each of the rows once, which compiles its kernels")
     args = parser.parse_args()
+    if peers.installed():
+        peers.without_guard()
+        peers.prepare_autotuning()
+    else:
+        print("flash-linear-attention is not installed: its rows will fail, and nothing is compared with them")
+    if args.compile:
+        for name in args.rows:
+            run_once(name)
+        return
     wanted = {peer for name in args.rows for peer in (name, *(ROWS[name].bars or {}))}
     rows = {name: row for name, row in ROWS.items() if name in wanted}
     args.out.mkdir(parents=True, exist_ok=True)
     console = Console(width=150)
-    without_guard()
     results: dict[str, Any] = {"versions": versions(), "gradients": {}, "shapes": {}, "lengths": {}}
     console.print("  ".join(f"{name} {version}" for name, version in results["versions"].items()))
+    start = time.perf_counter()
+    ours, theirs = ([name for name in rows if name.startswith("fla ") == fla] for fla in (False, True))
+    peers.compile_on_all_cores(__file__, [["--compile", "--rows", x] for x in ours], [["--compile", "--rows", *theirs]])
+    console.print(f"compiled on {os.cpu_count()} cores in {time.perf_counter() - start:.0f} s")
     for name, row in rows.items():
-        if row.exact is not None:
+        if row.exact is None:
+            continue
+        try:
             error = results["gradients"][name] = gradient_error(row)
+        except Exception as failure:
+            console.print(f"{name}: {type(failure).__name__}: {str(failure)[:300]}")
+        else:
             verdict = "right" if error < 0.02 else "WRONG"
             console.print(f"{name}: output and gradients {verdict} (relative error {error:.1e}, guard patched)")
     for title, shape in SHAPES.items():
@@ -310,6 +420,8 @@ def main() -> None:
             if not bars:
                 table.add_row(*cells)
         console.print(table)
+    if not args.no_decoding:
+        results["step"] = step_table([name for name in STEPS if name in rows], args.repeats, console)
     (args.out / "kernels.json").write_text(json.dumps(results, indent=1))
     if args.no_lengths:
         return

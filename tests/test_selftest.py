@@ -31,6 +31,14 @@ def test_every_operator_is_tried_and_the_chunk_forms_are_right() -> None:
     assert all(v.passed is None and v.note for v in verdicts if v.level == "triton" and not contract.INTERPRETING)
 
 
+def test_processes_share_the_work() -> None:
+    alone, shared = (
+        [dataclasses.replace(v, seconds=0.0) for v in selftest(CPU, "linear_attention", SMALL, processes)]
+        for processes in (1, 2)
+    )
+    assert alone == shared and len(alone) > 2
+
+
 def broken(op: str, monkeypatch: Any, change: Any) -> list[Verdict]:
     """What a self-test finds when the output of an operator's chunk level is changed."""
     own = contract.operators()[op]

@@ -87,3 +87,17 @@ def test_one_token_equals_the_plain_path(norm: str | None, masked: bool, taps: i
     for found, last in ((heads, kept), (again, in_place)):
         pairs = zip([*found, last], [*expected, new], strict=True)
         assert max(error(a, b) for a, b in pairs) <= floor(torch.float32)
+
+
+@pytest.mark.gpu
+def test_beyond_two_to_the_31_elements() -> None:
+    from fwzoo.kernels.convolution import convolution
+    from fwzoo.kernels.ranks import make_ranks
+
+    channels = 2048
+    x = torch.randn(1, 2**31 // channels + 500, channels, device="cuda", dtype=torch.bfloat16)
+    weight, end = torch.randn(channels, 4, device="cuda"), x[:, -300:].clone()
+    with torch.no_grad():
+        y = convolution(x, weight, None, make_ranks(x, None, None), head=64)
+        expected = convolution(end, weight, None, make_ranks(end, None, None), head=64)
+    assert torch.equal(y[:, -200:], expected[:, -200:])

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compare import errors, floor
-from fwzoo.kernels import GatedDeltaState, gated_delta
+from fwzoo.kernels import GatedDeltaState, LinearAttentionState, gated_delta, linear_attention
 from fwzoo.kernels.contract import overwriting_states
 from fwzoo.kernels.falcon import RULES, FalconState
 from fwzoo.kernels.falcon.reference import falcon_reference
@@ -108,11 +108,30 @@ def test_the_gated_delta_rule_and_a_wrong_variant() -> None:
     log_decay, S = -torch.rand(N, 3, H, device=DEVICE), torch.randn(N, H, 20, 36, device=DEVICE)
     o, (new,) = gated_delta(q, k, v, log_decay, beta / 2, state=GatedDeltaState(S), level="reference")
     expected = {"o": o, "S": new}
-    found = dict(
-        zip(expected, steps(q, k, v, beta / 2, log_decay, S, None, scale=20**-0.5, regression=True), strict=True)
-    )
-    wrong = dict(
-        zip(expected, steps(q, k, v, beta / 2, log_decay, S, None, scale=20**-0.5, regression=False), strict=True)
+    found, wrong = (
+        dict(
+            zip(expected, steps(q, k, v, beta / 2, log_decay, S, None, scale=20**-0.5, regression=right), strict=False)
+        )
+        for right in (True, False)
     )
     assert max(errors(found, expected).values()) <= floor(torch.float32)
     assert min(errors(wrong, expected).values()) > 1e-2
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("decayed", [True, False])
+def test_linear_attention_and_its_normaliser(normalize: bool, decayed: bool) -> None:
+    q, k, v, _, _ = call(options("falcon1"), 3)
+    q, k, log_decay = q.abs(), k.abs(), -torch.rand(N, 3, H, device=DEVICE) if decayed else None
+    state = LinearAttentionState(torch.randn(N, H, 20, 36, device=DEVICE), torch.rand(N, H, 20, device=DEVICE))
+    mask = torch.tensor([[False], [True]], device=DEVICE)
+    for tokens, real in ((3, None), (1, mask)):
+        inputs = [x[:, :tokens].clone() for x in (q, k, v)] + [None if log_decay is None else log_decay[:, :tokens]]
+        if real is not None:
+            inputs[0][0] = float("nan")
+        both = [
+            linear_attention(*inputs, normalize=normalize, state=state, mask=real, level=level)
+            for level in ("triton", "reference")
+        ]
+        found, expected = ({"o": o, **s._asdict()} for o, s in both)
+        assert max(errors(found, expected).values()) <= floor(torch.float32)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -54,7 +56,7 @@ class Verdict:
 
 
 def selftest(
-    device: torch.device, only: str | None = None, sizes: tuple[Sizes, ...] | None = None
+    device: torch.device, only: str | None = None, sizes: tuple[Sizes, ...] | None = None, processes: int = 1
 ) -> Iterator[Verdict]:
     """Compare every level of every operator with the float64 definition: outputs, gradients, and calls that go on.
 
@@ -62,6 +64,7 @@ def selftest(
 
     Args:
         device: where the kernels run (the definition runs on the CPU). only: name of one operator.
+        processes: that share the work: most of it, on a GPU, is compiling kernels.
 
     Raises:
         ValueError: `only` is not the name of an operator.
@@ -69,13 +72,29 @@ def selftest(
     operators = contract.operators()
     if only is not None:
         contract.one_of("only", only, tuple(operators))
-    for name, op in operators.items():
-        if only in (None, name):
-            for size in SIZES if sizes is None else sizes:
-                for sample in op.samples(Draw(size)):
-                    for dtype in sample.dtypes:
-                        for mode in MODES:
-                            yield from _verdicts(op, sample, mode, size, dtype, device)
+    jobs = [
+        (name, size, place, device)
+        for name, op in operators.items()
+        if only in (None, name)
+        for size in (SIZES if sizes is None else sizes)
+        for place, _ in enumerate(op.samples(Draw(size)))
+    ]
+    if processes == 1:
+        for job in jobs:
+            yield from _sample(*job)
+        return
+    context = multiprocessing.get_context("spawn")  # a forked process cannot use the parent's CUDA
+    with ProcessPoolExecutor(processes, context, torch.set_num_threads, (1,)) as pool:
+        for found in [pool.submit(_sample, *job) for job in jobs]:
+            yield from found.result()
+
+
+def _sample(name: str, sizes: Sizes, place: int, device: torch.device) -> list[Verdict]:
+    """The verdicts on one sample of an operator, in every dtype and mode."""
+    op = contract.operators()[name]
+    sample = next(itertools.islice(op.samples(Draw(sizes)), place, None))
+    cases = itertools.product(sample.dtypes, MODES)
+    return [x for dtype, mode in cases for x in _verdicts(op, sample, mode, sizes, dtype, device)]
 
 
 def _verdicts(

@@ -1,6 +1,7 @@
 """`fwzoo selftest`: whether the kernels are right on this machine."""
 
 import json
+import os
 import sys
 from collections import defaultdict
 from importlib import metadata
@@ -14,6 +15,8 @@ from fwzoo.analysis.selftest import Verdict, selftest
 
 from .common import blamed_on, device, versions
 
+MOST_PROCESSES = 12  # each holds about half a GB of the card
+
 
 def run(op: str | None, on: str | None, as_json: bool) -> int:
     """Compare every kernel with its definition; the exit code is 1 when one is wrong."""
@@ -23,7 +26,8 @@ def run(op: str | None, on: str | None, as_json: bool) -> int:
     errors = Console(stderr=True)
     verdicts: list[Verdict] = []
     with blamed_on("--op"), errors.status("comparing kernels with their definitions") as status:
-        for verdict in selftest(where, op):
+        processes = min(MOST_PROCESSES, max(1, (os.cpu_count() or 1) // 2)) if where.type == "cuda" else 1
+        for verdict in selftest(where, op, processes=processes):
             verdicts.append(verdict)
             status.update(_name(verdict))
     wrong = [verdict for verdict in verdicts if verdict.passed is False]

@@ -128,29 +128,30 @@ def _input_kernel(
     c, d = tl.program_id(0).to(tl.int64), tl.arange(0, BF)
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
     column, inside, e = tl.program_id(1) * F + d, d < F, tl.arange(0, ROWS)
+    own = ()
+    for _ in tl.static_range(W):
+        own = own + (tl.zeros([ROWS, BF], tl.float32),)
     for begin in range(0, C, ROWS):
         r = i * C + begin + e
-        grad = tl.zeros([ROWS, BF], tl.float32)
+        row = row_of(rows, start, r, r < length, MASKED)
+        at, ok = row[:, None] * D + column[None, :], (r < length)[:, None] & inside[None, :]
+        value = read(x + at, ok).to(tl.float32)
+        grad, sums = tl.zeros([ROWS, BF], tl.float32), ()
         for j in tl.static_range(W):
             tap = read(weight + column * W + j, inside).to(tl.float32)
             after = _later(d_pre, rows, start, length, r + (W - 1) - j, r < length, column, inside, D, MASKED)
             grad += after * tap[None, :]
-        row = row_of(rows, start, r, r < length, MASKED)
-        at = d_x + row[:, None] * D + column[None, :]
-        tl.store(at, grad.to(d_x.dtype.element_ty), mask=(r < length)[:, None] & inside[None, :])
+            sums = sums + (own[j] + value * after,)
+        own = sums
+        tl.store(d_x + at, grad.to(d_x.dtype.element_ty), mask=ok)
     for j in tl.static_range(W):
-        own = tl.zeros([ROWS, BF], tl.float32)
-        for begin in range(0, C, ROWS):
-            r = i * C + begin + e
-            row = row_of(rows, start, r, r < length, MASKED)
-            value = read(x + row[:, None] * D + column[None, :], (r < length)[:, None] & inside[None, :])
-            after = _later(d_pre, rows, start, length, r + (W - 1) - j, r < length, column, inside, D, MASKED)
-            own += value.to(tl.float32) * after
+        part = tl.sum(own[j], 0)
         if PAST and i == 0:
             old = past + (n * (W - 1) + e)[:, None] * D + column[None, :]
             value = read(old, (e < W - 1)[:, None] & inside[None, :]).to(tl.float32)
-            own += value * _later(d_pre, rows, start, length, e - j, e < W - 1, column, inside, D, MASKED)
-        tl.store(d_weight + (c * W + j) * D + column, tl.sum(own, 0), mask=inside)
+            after = _later(d_pre, rows, start, length, e - j, e < W - 1, column, inside, D, MASKED)
+            part += tl.sum(value * after, 0)
+        tl.store(d_weight + (c * W + j) * D + column, part, mask=inside)
     if PAST and i == 0:
         before = tl.zeros([ROWS, BF], tl.float32)
         for j in tl.static_range(W):
@@ -253,16 +254,17 @@ def convolution(
 
 
 @triton.jit
-def _step_kernel(
-    x, weight, past, new_past, y, real, D, past_D, eps,
-    F: tl.constexpr, BF: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, MASKED: tl.constexpr,
+def _step_head(
+    x, weight, past, new_past, y, real, head, first, D, past_D, eps,
+    F: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, MASKED: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
+    """One head of a part whose channels begin at `first` of all channels."""
     n, d = tl.program_id(0).to(tl.int64), tl.arange(0, BF)
-    column, inside = tl.program_id(1) * F + d, d < F
+    own, column, inside = head * F + d, first + head * F + d, d < F
     # a masked token has no entries: its past stays where it is (a bound, as masks of blocks and scalars do not mix)
     alive = tl.load(real + n).to(tl.int32) if MASKED else 1
     moves, stays = d < F * alive, d < F * (1 - alive)
-    now = read(x + n * D + column, moves)
+    now = read(x + n * D + own, moves)
     total = now.to(tl.float32) * read(weight + column * W + W - 1, inside).to(tl.float32)
     for j in tl.static_range(W - 1):
         at = (n * (W - 1) + j) * past_D + column
@@ -278,7 +280,24 @@ def _step_kernel(
     if NORM:
         square = tl.sum(out * out, 0)
         out = out / tl.sqrt(square / F + eps) if NORM == 1 else out / tl.maximum(tl.sqrt(square), eps)
-    tl.store(y + n * D + column, out.to(y.dtype.element_ty), mask=inside)
+    tl.store(y + n * D + own, out.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _step_kernel(
+    x0, x1, x2, weight, past, new_past, y0, y1, y2, real, D0, D1, D2, eps,
+    F0: tl.constexpr, F1: tl.constexpr, F2: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
+    W: tl.constexpr, MASKED: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    head, past_D = tl.program_id(1), D0 + D1 + D2
+    if head < D0 // F0:
+        _step_head(x0, weight, past, new_past, y0, real, head, 0, D0, past_D, eps, F0, W, N0, MASKED, BF)
+    elif head < D0 // F0 + D1 // F1:
+        head -= D0 // F0
+        _step_head(x1, weight, past, new_past, y1, real, head, D0, D1, past_D, eps, F1, W, N1, MASKED, BF)
+    else:
+        head -= D0 // F0 + D1 // F1
+        _step_head(x2, weight, past, new_past, y2, real, head, D0 + D1, D2, past_D, eps, F2, W, N2, MASKED, BF)
 
 
 def convolution_step(
@@ -291,24 +310,22 @@ def convolution_step(
     norms: Sequence[str | None],
     eps: float,
 ) -> tuple[list[Tensor], Tensor]:
-    """`convolution` for one token, without a backward pass, and the new past.
+    """`convolution` for one token, without a backward pass, of three parts at once, and the new past.
 
     Args:
-        parts: `[B, 1, D_i]`. weight: `[D, W]`. past: `[B, W - 1, D]`, overwritten within `contract.overwriting_states()`.
+        parts: three `[B, 1, D_i]`. weight: `[D, W]`. past: `[B, W - 1, D]`, overwritten within `contract.overwriting_states()`.
         mask: bool `[B, 1]` or None. heads, norms: F and norm of every part.
     """
     past, mask = past.contiguous(), None if mask is None else mask.contiguous()
-    new, first, outputs = past if may_overwrite_states() else torch.empty_like(past), 0, []
-    for x, head, norm in zip(parts, heads, norms, strict=True):
-        x, width = x.contiguous(), x.shape[2]
-        y, own = torch.empty_like(x), slice(first, first + width)
-        with on_device(x):
-            _step_kernel[(x.shape[0], width // head)](
-                x, weight[own], past[:, :, own], new[:, :, own], y, mask, width, past.shape[2], eps, F=head,
-                BF=block(head), W=weight.shape[1], NORM=NORMS[norm], MASKED=mask is not None, num_warps=1,
-            )  # fmt: skip
-        outputs.append(y)
-        first += width
+    parts = [x.contiguous() for x in parts]
+    new, outputs = past if may_overwrite_states() else torch.empty_like(past), [torch.empty_like(x) for x in parts]
+    widths = [x.shape[2] for x in parts]
+    number = sum(width // head for width, head in zip(widths, heads, strict=True))
+    with on_device(past):
+        _step_kernel[(past.shape[0], number)](
+            *parts, weight.contiguous(), past, new, *outputs, mask, *widths, eps, *heads, *(NORMS[norm] for norm in norms),
+            W=weight.shape[1], MASKED=mask is not None, BF=block(max(heads)), num_warps=1,
+        )  # fmt: skip
     return outputs, new
 
 

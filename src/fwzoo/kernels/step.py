@@ -15,55 +15,153 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import cuda
 
-from .contract import may_overwrite_states
-from .documents import select
-from .falcon.prepass import heads_of, top_direction
+from .contract import INTERPRETING, may_overwrite_states
+from .falcon.prepass import SQUARINGS
 from .falcon.rules import FalconState, Options
 from .gpu import block, on_device, read
+
+COLUMNS, WARPS = 32, 2  # of S that a program holds: enough for whole cache lines, few enough to stay in registers
+NOTHING = (None,) * 5
+EARLY = True
+
+
+@triton.jit
+def _key_of(
+    k, key, tail_x, n, h, t, begin, tokens, heads, K: tl.constexpr, WINDOW: tl.constexpr, SHIFTED: tl.constexpr
+):
+    """Where the key of token t's pair begins. Pairs before token `begin`, the first that has one, are in the tail."""
+    at = k + ((n * tokens + t - SHIFTED) * heads + h) * K
+    if SHIFTED:
+        at = tl.where(t > 0, at, key + (n * heads + h) * K)
+    if WINDOW > 1:
+        at = tl.where(t >= begin, at, tail_x + ((n * (WINDOW - 1) + WINDOW - 1 + t - begin) * heads + h) * K)
+    return at
+
+
+@triton.jit
+def _value_of(v, tail_v, n, h, t, begin, tokens, heads, V: tl.constexpr, WINDOW: tl.constexpr):
+    """The same for the value."""
+    at = v + ((n * tokens + t) * heads + h) * V
+    if WINDOW > 1:
+        at = tl.where(t >= begin, at, tail_v + ((n * (WINDOW - 1) + WINDOW - 1 + t - begin) * heads + h) * V)
+    return at
+
+
+@triton.jit
+def _square(power, W: tl.constexpr):
+    """The square of a symmetric matrix, a tuple of its W * W entries."""
+    square = ()
+    for i in tl.static_range(W):
+        for j in tl.static_range(W):
+            if j < i:
+                square = square + (square[j * W + i],)
+            else:
+                entry = power[i * W] * power[j * W]
+                for m in tl.static_range(1, W):
+                    entry += power[i * W + m] * power[j * W + m]
+                square = square + (entry,)
+    return square
+
+
+@triton.jit
+def _top_eigenvalue(gram, W: tl.constexpr):
+    """Largest eigenvalue of a semidefinite matrix, a tuple of its entries, by squaring until only the top direction is left."""
+    power = gram
+    for _ in range(SQUARINGS // 3):
+        largest = power[0]
+        for i in tl.static_range(1, W):  # of a semidefinite matrix: on its diagonal
+            largest = tl.maximum(largest, power[i * W + i])
+        inverse, scaled = 1.0 / tl.maximum(largest, 1e-30), ()
+        for i in tl.static_range(W * W):
+            scaled = scaled + (power[i] * inverse,)
+        power = _square(_square(_square(scaled, W), W), W)
+    best, place = power[0], power[0] * 0.0
+    for i in tl.static_range(1, W):
+        place = tl.where(power[i * W + i] > best, 1.0 * i, place)
+        best = tl.maximum(best, power[i * W + i])
+    u = ()
+    for i in tl.static_range(W):
+        entry = power[i * W]
+        for j in tl.static_range(1, W):
+            entry = tl.where(place == j, power[i * W + j], entry)
+        u = u + (entry,)
+    norm, image = best * 0.0, best * 0.0
+    for i in tl.static_range(W):
+        norm += u[i] * u[i]
+        for j in tl.static_range(W):
+            image += u[i] * gram[i * W + j] * u[j]
+    return tl.where(norm > 0, image / tl.maximum(norm, 1e-30), 0.0)
 
 
 @triton.jit(do_not_specialize=["tokens", "rows"])
 def _window_energies(
-    x,
+    k,
+    key,
+    tail_x,
+    has_key,
+    real,
     energy,
     tokens,
     heads,
     rows,
     K: tl.constexpr,
     WINDOW: tl.constexpr,
-    BLOCK_W: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    MASKED: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Top eigenvalue of the Gram matrix of every token's window, `[N, T, H]`."""
+    """Top eigenvalue of the Gram matrix of every token's window, `[N, T, H]`. EARLY: the next kernel may start meanwhile."""
+    if EARLY:
+        cuda.gdc_launch_dependents()
     g, d = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
-    n, token_head = g // (tokens * heads), g % (tokens * heads)
-    pair = n * (tokens + WINDOW - 1) * heads + token_head
-    inside = (g < rows)[:, None] & (d < K)[None, :]
-    a, b = tl.arange(0, BLOCK_W)[None, :, None], tl.arange(0, BLOCK_W)[None, None, :]
-    gram = tl.zeros([ROWS, BLOCK_W, BLOCK_W], tl.float32)
+    ok = g < rows
+    n, t, h = g // (tokens * heads), (g // heads) % tokens, g % heads
+    begin = tl.zeros_like(g)
+    if SHIFTED:
+        begin = tl.where(tl.load(has_key + n, mask=ok, other=1) != 0, 0, 1).to(tl.int64)
+    ok = ok & (t >= begin)
+    if MASKED:
+        ok = ok & (tl.load(real + n * tokens + t, mask=ok, other=0) != 0)
+    x = ()
+    for j in tl.static_range(WINDOW):
+        at = _key_of(k, key, tail_x, n, h, t - (WINDOW - 1) + j, begin, tokens, heads, K, WINDOW, SHIFTED)
+        x = x + (read(at[:, None] + d[None, :], ok[:, None] & (d < K)[None, :]).to(tl.float32),)
+    gram = ()
     for i in tl.static_range(WINDOW):
-        left = read(x + (pair + i * heads)[:, None] * K + d[None, :], inside).to(tl.float32)
-        for j in tl.static_range(i, WINDOW):
-            right = read(x + (pair + j * heads)[:, None] * K + d[None, :], inside).to(tl.float32)
-            here = ((a == i) & (b == j)) | ((a == j) & (b == i))
-            gram += tl.where(here, tl.sum(left * right, 1)[:, None, None], 0.0)
-    tl.store(energy + g, top_direction(gram, BLOCK_W)[0], mask=g < rows)
+        for j in tl.static_range(WINDOW):
+            if j < i:
+                gram = gram + (gram[j * WINDOW + i],)
+            else:
+                gram = gram + (tl.sum(x[i] * x[j], 1),)
+    tl.store(energy + g, _top_eigenvalue(gram, WINDOW), mask=g < rows)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _steps(
     q,
-    x,
-    values,
+    k,
+    v,
     gain,
     other,
-    known,
+    key,
+    tail_x,
+    tail_v,
+    has_key,
     count,
     energies,
     real,
+    z,
     S,
+    new_key,
+    new_tail_x,
+    new_tail_v,
+    new_has_key,
+    new_count,
+    new_z,
     new_S,
     o,
     tokens,
@@ -83,46 +181,76 @@ def _steps(
     COUPLED: tl.constexpr,
     SHIFTED: tl.constexpr,
     MASKED: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """GATED: `gain`, `other` are Falcon's beta and ridge; otherwise strength and log-decay, either of them perhaps None."""
+    """GATED: a Falcon rule; `gain`, `other` are its beta and ridge. Otherwise strength and log-decay, either of them perhaps None.
+
+    Every program of a head reads the head's keys, so what changes but S goes to new tensors.
+    """
     sequence_head = tl.program_id(1).to(tl.int64)
     n, h = sequence_head // heads, sequence_head % heads
     d, c = tl.arange(0, BLOCK_K), tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     inside = (d < K)[:, None] & (c < V)[None, :]
     at = sequence_head * K * V + d[:, None] * V + c[None, :]
     old = tl.load(S + at, mask=inside, other=0.0)
-    begin, before = 0, 0
+    # every wait for other threads is also one for loads before it, so all loads come first
+    begin, before, moved = 0, 0, ()
     if GATED:
         before = tl.load(count + n)
+        known = tl.load(has_key + n) != 0
         if SHIFTED:
-            begin = tl.where(tl.load(known + n) != 0, 0, 1)
+            begin = tl.where(known, 0, 1)
+        there_is = tl.load(real + n * tokens).to(tl.int32) if MASKED else 1
+        pairs_of_call = (tokens - begin) * there_is
+        own = d < tl.where(tl.program_id(0) == 0, K, 0)
+        there = tl.where(there_is > 0, k + ((n * tokens + tokens - 1) * heads + h) * K, key + sequence_head * K)
+        moved = (tl.load(there + d, mask=own),)
+        for i in tl.static_range(WINDOW - 1):
+            t = begin + i + pairs_of_call - (WINDOW - 1)
+            there = _key_of(k, key, tail_x, n, h, t, begin, tokens, heads, K, WINDOW, SHIFTED)
+            moved = moved + (tl.load(there + d, mask=own),)
+            there = _value_of(v, tail_v, n, h, t, begin, tokens, heads, V, WINDOW)
+            moved = moved + (tl.load(there + c, mask=c < V),)
+    if z is not None:
+        norms = tl.load(z + sequence_head * K + d, mask=d < K, other=0.0)
     for t in range(tokens):
-        token, pair = (n * tokens + t) * heads + h, (n * (tokens + WINDOW - 1) + t) * heads + h
+        token = (n * tokens + t) * heads + h
         # how many entries of this token's rows exist: none where it is masked (a bound, as masks of blocks and scalars do not mix)
         alive = tl.load(real + n * tokens + t).to(tl.int32) if MASKED else 1
-        own_k, own_v = K * alive, V * alive
         writes = (alive > 0) & (t >= begin)
         new_k, new_v = tl.where(writes, K, 0), tl.where(writes, V, 0)
-        row = read(q + token * K + d, d < own_k).to(tl.float32) * scale
+        x, value = (), ()
+        for j in tl.static_range(WINDOW):
+            there = _key_of(k, key, tail_x, n, h, t - (WINDOW - 1) + j, begin, tokens, heads, K, WINDOW, SHIFTED)
+            x = x + (read(there + d, d < new_k),)
+            there = _value_of(v, tail_v, n, h, t - (WINDOW - 1) + j, begin, tokens, heads, V, WINDOW)
+            value = value + (read(there + c, c < new_v),)
+        row = read(q + token * K + d, d < K * alive)
+        strength, decay = 1.0, 1.0
+        if PER_COLUMN:
+            strength = read(gain + token * V + c, c < V * alive).to(tl.float32)[None, :]
+        elif gain is not None:
+            strength = read(gain + token, alive > 0).to(tl.float32)
+        if other is not None:
+            decay = read(other + token, alive > 0).to(tl.float32)
         if GATED:
             summed = 0.0
             if energies is not None:
+                if EARLY:
+                    cuda.gdc_wait()
                 summed = tl.load(energies + token)
             elif DIVIDE or COUPLED:
-                for i in tl.static_range(WINDOW):
-                    key = read(x + (pair + i * heads) * K + d, d < (K if i < WINDOW - 1 else new_k)).to(tl.float32)
-                    summed += tl.sum(key * key, 0)
+                square = x[0].to(tl.float32) * x[0].to(tl.float32)
+                for j in tl.static_range(1, WINDOW):
+                    square += x[j].to(tl.float32) * x[j].to(tl.float32)
+                summed = tl.sum(square, 0)
             pairs = tl.minimum(tl.maximum(before + t + 1 - begin, 1), WINDOW).to(tl.float32)
-            energy = summed / pairs
-            lam = read(other + token, alive > 0).to(tl.float32)
+            beta, lam, energy = strength, decay, summed / pairs
             if COUPLED:
                 lam = lam * energy
-            if PER_COLUMN:
-                beta = read(gain + token * V + c, c < own_v).to(tl.float32)[None, :]
-            else:
-                beta = read(gain + token, alive > 0).to(tl.float32)
             if DIVIDE:
                 under = energy + lam + eps
                 writes = writes & (under != 0)
@@ -136,63 +264,81 @@ def _steps(
             decay = tl.maximum(decay, decay_floor)
             if WINDOW > 1:
                 strength = strength / pairs
-        else:
-            strength, decay = 1.0, 1.0
-            if gain is not None:
-                strength = read(gain + token, alive > 0).to(tl.float32)
-            if other is not None:
-                decay = tl.exp(read(other + token, alive > 0).to(tl.float32))
-        kept = old * decay
-        seen = kept if DECAY_FIRST else old
-        new = kept
+        elif other is not None:
+            decay = tl.exp(decay)
+        wanted = (row.to(tl.float32) * scale)[:, None]
+        if not READ_AFTER_WRITE:
+            found = tl.sum(old * wanted, 0)
+        if DECAY_FIRST:
+            old = old * decay
+        written = ()
         for j in tl.static_range(WINDOW):
-            key = read(x + (pair + j * heads) * K + d, d < (K if j < WINDOW - 1 else new_k)).to(tl.float32)
-            written = read(values + (pair + j * heads) * V + c, c < (V if j < WINDOW - 1 else new_v))
-            written = written.to(tl.float32)[None, :]
+            one = value[j].to(tl.float32)[None, :]
             if REGRESSION:
-                written = written - tl.sum(seen * key[:, None], 0)[None, :]
-            new += key[:, None] * (strength * written)
-        new = tl.where(writes, new, old)
-        found = tl.sum((new if READ_AFTER_WRITE else old) * row[:, None], 0)
+                one = one - tl.sum(old * x[j].to(tl.float32)[:, None], 0)[None, :]
+            written = written + (strength * one,)
+        if not DECAY_FIRST:
+            old = old * decay
+        for j in tl.static_range(WINDOW):  # where nothing is written, keys are 0 and the decay is 1
+            old += x[j].to(tl.float32)[:, None] * written[j]
+        if READ_AFTER_WRITE:
+            found = tl.sum(old * wanted, 0)
+        if z is not None:
+            norms = norms * decay + x[0].to(tl.float32)
+            if NORMALIZE:
+                found = found / tl.where(alive > 0, tl.sum(norms * row.to(tl.float32), 0) + eps, 1.0)
         tl.store(o + token * V + c, found.to(o.dtype.element_ty), mask=c < V)
-        old = new
     tl.store(new_S + at, old, mask=inside)
+    if z is not None:
+        tl.store(new_z + sequence_head * K + d, norms, mask=d < tl.where(tl.program_id(0) == 0, K, 0))
+    if GATED:
+        tl.store(new_key + sequence_head * K + d, moved[0], mask=own)
+        for i in tl.static_range(WINDOW - 1):
+            to = (n * (WINDOW - 1) + i) * heads + h
+            tl.store(new_tail_x + to * K + d, moved[1 + 2 * i], mask=own)
+            tl.store(new_tail_v + to * V + c, moved[2 + 2 * i], mask=c < V)
+        if (tl.program_id(0) == 0) & (h == 0):
+            tl.store(new_has_key + n, known | (there_is > 0))
+            tl.store(new_count + n, tl.minimum(before + pairs_of_call, WINDOW - 1))
 
 
 def _run(
     q: Tensor,
-    x: Tensor,
-    values: Tensor,
+    k: Tensor,
+    v: Tensor,
     gain: Tensor | None,
     other: Tensor | None,
-    known: Tensor | None,
-    count: Tensor | None,
+    state: tuple[Tensor | None, ...],
     energies: Tensor | None,
     mask: Tensor | None,
     S: Tensor,
+    new: tuple[Tensor | None, ...],
     window: int,
+    z: tuple[Tensor | None, Tensor | None] = (None, None),
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    (batch, tokens, heads, k_size), v_size = q.shape, values.shape[3]
-    given = (q, x, values, gain, other, known, count, energies, mask)
-    q, x, values, gain, other, known, count, energies, mask = (t if t is None else t.contiguous() for t in given)
+    """Run the kernel: `state` and `new` are key, tail_x, tail_v, has_key and count before and after."""
+    (batch, tokens, heads, k_size), v_size = q.shape, v.shape[3]
     S = S.contiguous()
     new_S = S if may_overwrite_states() else torch.empty_like(S)
-    o = values.new_empty(batch, tokens, heads, v_size)
+    o = v.new_empty(batch, tokens, heads, v_size)
     # enough columns for whole cache lines, few enough that S stays in registers
-    block_k, block_v = block(k_size), min(block(v_size), 32 if k_size <= 128 else 16)
+    early = energies is not None and may_start_early(q.device)
+    block_k, block_v = block(k_size), min(block(v_size), COLUMNS if k_size <= 128 else 16)
     with on_device(q):
         _steps[(triton.cdiv(v_size, block_v), batch * heads)](
             q,
-            x,
-            values,
+            k,
+            v,
             gain,
             other,
-            known,
-            count,
+            *state,
             energies,
             mask,
+            z[0],
             S,
+            *new,
+            z[1],
             new_S,
             o,
             tokens,
@@ -201,12 +347,23 @@ def _run(
             V=v_size,
             WINDOW=window,
             MASKED=mask is not None,
+            EARLY=early,
             BLOCK_K=block_k,
             BLOCK_V=block_v,
-            num_warps=4,
+            num_warps=WARPS,
+            **({"launch_pdl": True} if early else {}),
             **options,
         )
     return o, new_S
+
+
+def may_start_early(device: torch.device) -> bool:
+    """Whether a kernel can begin while the one before it runs (programmatic dependent launch, from Hopper on)."""
+    return EARLY and not INTERPRETING and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if x is None else x.contiguous() for x in tensors]
 
 
 def steps(
@@ -220,26 +377,28 @@ def steps(
     *,
     scale: float = 1.0,
     regression: bool,
-) -> tuple[Tensor, Tensor]:
+    z: Tensor | None = None,
+    normalize: bool = False,
+    eps: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """`S <- decay S + strength k e^T`, token by token, where e is v or its residual at the decayed S; o = scale * S^T q.
 
     Args:
         q, k: `[B, T, H, K]`. v: `[B, T, H, V]`. strength, log_decay: `[B, T, H]`, None means 1 and 0.
         S: float32 `[B, H, K, V]`; overwritten within `contract.overwriting_states()`. mask: bool `[B, T]` or None.
+        z: normaliser `[B, H, K]`, `z <- decay z + k`, or None. normalize: divide o by q . z + eps.
 
-    Returns: o `[B, T, H, V]` in the dtype of v, and the new S.
+    Returns: o `[B, T, H, V]` in the dtype of v, the new S, and the new z.
     """
     options = {"REGRESSION": regression, "PER_COLUMN": False, "DECAY_FIRST": True, "READ_AFTER_WRITE": True}
-    gates = {
-        "GATED": False,
-        "DIVIDE": False,
-        "COUPLED": False,
-        "eps": 0.0,
-        "decay_floor": 0.0,
-        "scale": scale,
-        "SHIFTED": False,
-    }
-    return _run(q, k, v, strength, log_decay, None, None, None, mask, S, 1, **options, **gates)
+    gates = {"GATED": False, "DIVIDE": False, "COUPLED": False, "SHIFTED": False, "decay_floor": 0.0}
+    q, k, v, strength, log_decay, mask, z = _contiguous(q, k, v, strength, log_decay, mask, z)
+    norms = (z, None if z is None else torch.empty_like(z))
+    o, S = _run(
+        q, k, v, strength, log_decay, NOTHING, None, mask, S, NOTHING, 1, norms, NORMALIZE=normalize, eps=eps, scale=scale,
+        **options, **gates,
+    )  # fmt: skip
+    return o, S, norms[1]
 
 
 def falcon_steps(
@@ -253,78 +412,67 @@ def falcon_steps(
     mask: Tensor | None,
 ) -> tuple[Tensor, FalconState]:
     """A few tokens of `fwzoo.kernels.falcon` without a backward pass; with a mask, one token."""
-    rule, window, shifted = options.rule, options.window, options.shifted
-    x, values = _pairs(k, v, state, options)
+    rule, window = options.rule, options.window
+    q, k, v, beta, ridge, mask = _contiguous(q, k, v, beta, ridge, mask)
+    held = FalconState(*(x.contiguous() for x in state))
+    key, tail_x, tail_v, count = (torch.empty_like(x) for x in (held.key, held.tail_x, held.tail_v, held.count))
+    new = FalconState(state.S, key, torch.empty_like(held.has_key), tail_x, tail_v, count)
     o, S = _run(
         q,
-        x,
-        values,
+        k,
+        v,
         beta,
         ridge,
-        state.has_key,
-        state.count,
-        _energies(x, q, options),
+        _moving(held),
+        _energies(q, k, held, mask, options),
         mask,
         state.S,
+        _moving(new),
         window,
-        SHIFTED=shifted,
+        SHIFTED=options.shifted,
         REGRESSION=rule.regression,
         PER_COLUMN=rule.per_column,
         DECAY_FIRST=False,
         READ_AFTER_WRITE=options.read_after_write,
         GATED=True,
+        NORMALIZE=False,
         DIVIDE=options.step == "beta",
         COUPLED=options.scale_coupled,
         eps=options.eps,
         decay_floor=options.decay_floor,
         scale=1.0,
     )
-    real = None if mask is None else mask[:, 0]
-    tail_x, tail_v, count = state.tail_x, state.tail_v, state.count
-    if window > 1:  # before has_key is overwritten
-        written = q.shape[1] - ((~state.has_key).long() if shifted else torch.zeros_like(count))
-        new_x, new_v = x[:, 1 - window :], values[:, 1 - window :]
-        if q.shape[1] == 1:
-            writes = written > 0 if real is None else (written > 0) & real
-            new_x, new_v, written = select(writes, new_x, tail_x), select(writes, new_v, tail_v), writes.long()
-        tail_x, tail_v, count = new_x, new_v, (count + written).clamp(max=window - 1)
-    if real is not None:
-        return o, FalconState(S, select(real, k[:, -1], state.key), state.has_key | real, tail_x, tail_v, count)
-    has_key = (state.has_key if may_overwrite_states() else torch.empty_like(state.has_key)).fill_(True)
-    return o, FalconState(S, k[:, -1], has_key, tail_x, tail_v, count)
+    return o, new._replace(S=S)
 
 
-def _energies(x: Tensor, q: Tensor, options: Options) -> Tensor | None:
+def _moving(state: FalconState) -> tuple[Tensor, ...]:
+    return state.key, state.tail_x, state.tail_v, state.has_key, state.count
+
+
+def _energies(q: Tensor, k: Tensor, state: FalconState, mask: Tensor | None, options: Options) -> Tensor | None:
     """falcon3's energies before they are divided by the number of pairs `[N, T, H]`; None where the step sums them itself."""
     if not (options.needs_energy and options.rule.regression and options.window > 1):
         return None
-    (batch, tokens, heads, k_size), x = q.shape, x.contiguous()
-    energies, few = q.new_empty(batch, tokens, heads, dtype=torch.float32), 8
-    with on_device(x):
+    (batch, tokens, heads, k_size), few = q.shape, 8
+    energies = q.new_empty(batch, tokens, heads, dtype=torch.float32)
+    with on_device(q):
         _window_energies[(triton.cdiv(energies.numel(), few),)](
-            x,
+            k,
+            state.key,
+            state.tail_x,
+            state.has_key,
+            mask,
             energies,
             tokens,
             heads,
             energies.numel(),
             K=k_size,
             WINDOW=options.window,
-            BLOCK_W=triton.next_power_of_2(options.window),
+            SHIFTED=options.shifted,
+            MASKED=mask is not None,
+            EARLY=may_start_early(q.device),
             BLOCK_K=block(k_size),
             ROWS=few,
+            num_warps=1,
         )
     return energies
-
-
-def _pairs(k: Tensor, v: Tensor, state: FalconState, options: Options) -> tuple[Tensor, Tensor]:
-    """The pairs of the tail and of every token: keys `[N, W - 1 + T, H, K]` and values `[N, W - 1 + T, H, V]`."""
-    if k.shape[1] == 1 or options.window == 1:
-        x, values = (torch.cat([state.key[:, None], k[:, :-1]], 1) if options.shifted else k), v
-        if options.window > 1:
-            x, values = torch.cat([state.tail_x, x], 1), torch.cat([state.tail_v, v], 1)
-        return x, values
-    head_x, head_v, first = (rows.transpose(1, 2) if rows.ndim == 4 else rows for rows in heads_of(state, options))
-    behind = options.window - 1
-    x = torch.cat([head_x, k[:, :-1]] if options.shifted else [head_x[:, :behind], k], 1)
-    start = select(first > 0, head_v[:, behind:], v[:, :1])
-    return x, torch.cat([head_v[:, :behind], start, v[:, 1:]], 1)

@@ -51,6 +51,14 @@ def fused_convolution(config: Any, x: Tensor) -> bool:
     return x.is_cuda and NO_TRITON is None and x.shape[1] > 0 and fits and config.kernel_level in ("auto", "triton")
 
 
+def fused_pointwise(config: Any, x: Tensor) -> bool:
+    """Whether the small steps on this tensor `[B, T, ...]` run as one kernel each: on a GPU, where no gradient is wanted."""
+    if not x.is_cuda or NO_TRITON is not None or config.kernel_level not in ("auto", "triton"):
+        return False
+    plain = torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_autocast_enabled("cuda")
+    return x.dtype != torch.float64 and not plain
+
+
 class ShortConvolution(nn.Module):
     """Causal depthwise convolution over a document's real tokens, followed by SiLU.
 
@@ -239,6 +247,13 @@ class FastWeightMixer(nn.Module):
 
     def merge(self, o: Tensor, hidden: Tensor) -> Tensor:
         """What was read `[B, T, H, V]`, normed, gated and projected: `[B, T, D]`."""
+        if (
+            fused_pointwise(self.config, o) and self.norm.weight.device == o.device
+        ):  # not where accelerate holds it back
+            from ..kernels.pointwise import gated_norm  # only here: fwzoo does not need triton
+
+            gate = None if self.gate_proj is None else self.gate_proj(hidden)
+            return self.o_proj(gated_norm(o, self.norm.weight, self.config.norm_eps, gate).flatten(-2))
         o = self.norm(o).flatten(-2)
         if self.gate_proj is not None:
             o = o * F.silu(self.gate_proj(hidden))
@@ -253,10 +268,16 @@ class SwiGLU(nn.Module):
 
     def __init__(self, config: Any, layer_index: int) -> None:
         super().__init__()
+        self.config = config
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor, memory: Any = None, mask: Any = None, cu_seqlens: Any = None) -> Tensor:
         """`[B, T, D]` to `[B, T, D]`; every token on its own, so the sequence arguments do not matter."""
-        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        gate, up = self.gate_proj(hidden), self.up_proj(hidden)
+        if fused_pointwise(self.config, up):
+            from ..kernels.pointwise import swiglu  # only here: fwzoo does not need triton
+
+            return self.down_proj(swiglu(gate, up))
+        return self.down_proj(F.silu(gate) * up)

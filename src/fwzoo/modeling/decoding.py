@@ -9,6 +9,7 @@ launch. The graph works on buffers of its own, which the cache holds between ste
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -154,10 +155,13 @@ class _Graph:
             advanced = _holding(cache, self._layers)
             with overwriting_states():
                 logits = step(self._ids, self._mask, advanced)
+            moved: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = defaultdict(list)
             for own, layer in zip(self._layers, advanced.layers, strict=True):
                 for name, x in layer.tensors.items():
                     if x.data_ptr() != own[name].data_ptr():
-                        own[name].copy_(x)
+                        moved[x.dtype].append((own[name], x))
+            for pairs in moved.values():  # one kernel for all layers
+                torch._foreach_copy_([to for to, _ in pairs], [x for _, x in pairs])
             return logits
 
         self._run = capture(rehearse, advance, input_ids.device)

@@ -21,7 +21,7 @@ def gated_delta_triton(
 ) -> tuple[Tensor, GatedDeltaState]:  # fmt: skip
     """Triton form over `[B, T, H, .]`; arguments are those of `fwzoo.kernels.gated_delta`, checked."""
     if few_tokens((q, k, v, log_decay, beta, state.S), mask, bounds):
-        o, S = step.steps(q, k, v, beta, log_decay, state.S, mask, scale=scale, regression=True)
+        o, S, _ = step.steps(q, k, v, beta, log_decay, state.S, mask, scale=scale, regression=True)
         return o, GatedDeltaState(S)
     ranks = make_ranks(q, mask, bounds)
     q, k, v, log_decay, beta, S = (x.contiguous() for x in (q, k, v, log_decay, beta, state.S))

@@ -10,7 +10,6 @@ from torch import Tensor
 from .. import step
 from ..associative import Associative, Kept, segment_length
 from ..contract import few_tokens
-from ..documents import select
 from ..gpu import custom, out_of_chunks, prefix
 from ..ranks import CHUNK, Ranks, make_ranks, ranks_of
 from .reference import LinearAttentionState
@@ -28,8 +27,10 @@ def linear_attention_triton(
     bounds: list[int] | None,
 ) -> tuple[Tensor, LinearAttentionState]:
     """Triton form over `[B, T, H, .]`; arguments are those of `fwzoo.kernels.linear_attention`, checked."""
-    if q.shape[1] == 1 and few_tokens((q, k, v, log_decay, *state), mask, bounds):
-        return _one_token(q, k, v, log_decay, normalize, eps, state, mask)
+    if few_tokens((q, k, v, log_decay, *state), mask, bounds):
+        norm = {"z": state.z, "normalize": normalize, "eps": eps}
+        o, S, z = step.steps(q, k, v, None, log_decay, state.S, mask, regression=False, **norm)
+        return o, LinearAttentionState(S, z)
     ranks = make_ranks(q, mask, bounds, segment=segment_length(q, 0))
     q, k, v = (x.contiguous() for x in (q, k, v))
     o, S, z, *_ = _linear_attention(
@@ -44,27 +45,6 @@ def linear_attention_triton(
         normalize,
         eps,
     )
-    return o, LinearAttentionState(S, z)
-
-
-def _one_token(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    normalize: bool,
-    eps: float,
-    state: LinearAttentionState,
-    mask: Tensor | None,
-) -> tuple[Tensor, LinearAttentionState]:
-    o, S = step.steps(q, k, v, None, log_decay, state.S, mask, regression=False)
-    q_t, k_t = q[:, 0].float(), k[:, 0].float()
-    z = (state.z if log_decay is None else log_decay[:, 0, :, None].float().exp() * state.z) + k_t
-    if normalize:
-        seen = (q_t * z).sum(-1, keepdim=True)[:, None] + eps
-        o = (o / (seen if mask is None else select(mask[:, 0], seen, 1))).to(v.dtype)
-    if mask is not None:
-        z = select(mask[:, 0], z, state.z)
     return o, LinearAttentionState(S, z)
 
 

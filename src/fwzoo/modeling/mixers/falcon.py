@@ -15,7 +15,7 @@ from ...kernels.costs import Cost
 from ...kernels.falcon import RULES, falcon_log_decay
 from ...kernels.falcon.cost import falcon_flops
 from ...registry import register_mixer
-from ..blocks import FEATURE_MAPS, FastWeightMixer, at_least_float32, half_life
+from ..blocks import FEATURE_MAPS, FastWeightMixer, at_least_float32, fused_pointwise, half_life
 
 
 @register_mixer(*RULES)
@@ -73,8 +73,13 @@ class FalconMixer(FastWeightMixer):
 
     def _gates(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Gain (or step) and ridge, in float32 or wider."""
-        beta, ridge = at_least_float32(self.beta_proj(hidden)), at_least_float32(self.ridge_proj(hidden))
+        beta, ridge = self.beta_proj(hidden), self.ridge_proj(hidden)
         if RULES[self.rule].per_column:
             beta = beta.unflatten(-1, (self.heads, -1))
+        if fused_pointwise(self.config, beta) and self.config.step == "beta":
+            from ...kernels.pointwise import scaled_sigmoid  # only here: fwzoo does not need triton
+
+            return scaled_sigmoid(beta, 2.0), scaled_sigmoid(ridge, self.config.ridge_scale)
+        beta, ridge = at_least_float32(beta), at_least_float32(ridge)
         beta = 2 * beta.sigmoid() if self.config.step == "beta" else F.softplus(beta) / self.key_size
         return beta, self.config.ridge_scale * ridge.sigmoid()

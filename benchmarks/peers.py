@@ -1,0 +1,71 @@
+"""flash-linear-attention as a peer: its guard out of the way, and its many configurations compiled on all cores first.
+
+flash-linear-attention compiles up to 24 configurations of a kernel and takes the fastest, which on one core lasts minutes
+on a machine that has not run it. Here workers compile a share of all configurations each, into Triton's cache; the measuring
+process then times every one of them, as it would have, only for shorter.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+SHARE = "FWZOO_BENCHMARK_SHARE"  # "2/12": the third of twelve workers
+
+
+def installed() -> bool:
+    """Whether flash-linear-attention is there to be compared with."""
+    return importlib.util.find_spec("fla") is not None
+
+
+def without_guard() -> None:
+    """Take flash-linear-attention's refusal of Hopper's backward out of this process."""
+    import fla.ops.common.chunk_o as module
+
+    module.IS_NVIDIA_HOPPER = False
+
+
+def prepare_autotuning() -> None:
+    """In a worker, compile this worker's share of the configurations; otherwise time each for 20 ms in place of 100."""
+    import triton.testing
+    from triton.runtime.autotuner import Autotuner
+
+    share = os.environ.get(SHARE)
+    if share is None:
+        Autotuner.do_bench = property(lambda self: functools.partial(triton.testing.do_bench, warmup=5, rep=20))
+        return
+    part, parts = map(int, share.split("/"))
+
+    def compile_own(self: Autotuner, *args: Any, config: Any, **options: Any) -> list[float]:
+        place = self.configs.index(config)
+        if place and place % parts != part:
+            return [float("inf")] * 3
+        try:
+            self.fn.run(*args, **{**options, **config.all_kwargs(), "warmup": True})
+        except Exception:  # as the autotuner does with configurations that do not fit
+            return [float("inf")] * 3
+        return [float(place)] * 3  # so that the first one that compiles runs
+
+    Autotuner._bench = compile_own
+    Autotuner.check_disk_cache = lambda self, key, configs, bench: bench() or False
+
+
+def compile_on_all_cores(script: str, calls: Sequence[Sequence[str]], shared: Sequence[Sequence[str]]) -> None:
+    """Run `script` with each of `calls`, and with each of `shared` once on every core, all at the same time."""
+    cores = max(2, (os.cpu_count() or 2) - 2)
+    running = [_start(script, call, None) for call in calls]
+    running += [_start(script, call, f"{part}/{cores}") for call in shared for part in range(cores)]
+    for process in running:
+        process.wait()
+
+
+def _start(script: str, arguments: Sequence[str], share: str | None) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+    if share is not None:
+        environment[SHARE] = share
+    return subprocess.Popen([sys.executable, script, *arguments], env=environment, stdout=subprocess.DEVNULL)
