@@ -77,34 +77,26 @@ def _decays(upto, upto_low, at, later, LOW: tl.constexpr):
 
 
 @triton.jit
-def _decay(high, low, s_high, s_low, apart, W: tl.constexpr, LOW: tl.constexpr):
-    """exp(u_t - u_{j+W-1}) for pairs that were written whole, 1 for those that t still writes, 0 for later ones.
+def _decay(high, low, s_high, s_low, apart, LOW: tl.constexpr):
+    """exp(u_t - u_{j+W-1}), 1 for pairs that t still writes (there the difference is not negative), 0 for later ones.
 
     apart: last token that t reads, minus j.
     """
     difference = high - s_high
     if LOW:
         difference += low - s_low
-    decay = tl.where(apart >= W - 1, tl.exp(tl.minimum(difference, 0.0)), 0.0)
-    if W > 1:
-        decay = tl.where((apart >= 0) & (apart < W - 1), 1.0, decay)
-    return decay
+    return tl.where(apart >= 0, tl.exp(tl.minimum(difference, 0.0)), 0.0)
 
 
 @triton.jit
-def _parts(weights, apart, e, PAIRS_AS_ROWS: tl.constexpr, W: tl.constexpr, C: tl.constexpr):
-    """What multiplies the decay in M: P_{j,W-1} far from the diagonal, P_jd near it. weights: where those of the chunk begin."""
-    full = tl.load(weights + (W - 1) * C + e)
-    if PAIRS_AS_ROWS:
-        found = full[:, None]
-    else:
-        found = full[None, :]
+def _parts(weights, apart, e, W: tl.constexpr, C: tl.constexpr):
+    """What multiplies the decay in M (pairs are rows): P_{j,W-1} far from the diagonal, P_jd near it.
+
+    weights: where those of the chunk begin.
+    """
+    found = tl.load(weights + (W - 1) * C + e)[:, None]
     for d in tl.static_range(W - 1):
-        p = tl.load(weights + d * C + e)
-        if PAIRS_AS_ROWS:
-            found = tl.where(apart == d, p[:, None], found)
-        else:
-            found = tl.where(apart == d, p[None, :], found)
+        found = tl.where(apart == d, tl.load(weights + d * C + e)[:, None], found)
     return found
 
 
@@ -159,8 +151,6 @@ def _segment_states(
     upto,
     upto_low,
     weight,
-    o,
-    inner,
     state,
     z,
     total,
@@ -171,7 +161,6 @@ def _segment_states(
     NC,
     NS,
     SEG,
-    M,
     H,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -182,16 +171,12 @@ def _segment_states(
     AFTER: tl.constexpr,
     BACK: tl.constexpr,
     ONES: tl.constexpr,
-    INNER: tl.constexpr,
     LOW: tl.constexpr,
     PLAIN: tl.constexpr,
     MASKED: tl.constexpr,
     C: tl.constexpr,
 ):
-    """What the pairs of a segment (BACK: its queries and output gradients) add to the state at its end (BACK: start).
-
-    INNER: also o . d_o of every token, for this block of columns.
-    """
+    """What the pairs of a segment (BACK: its queries and output gradients) add to the state at its end (BACK: start)."""
     q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     n, start, length, chunk, begin, end = _segment(q, docs, segment_doc, T, NC, NS, SEG, PLAIN, C - W + 1)
     e, dk = tl.arange(0, C), tl.arange(0, BK)
@@ -223,10 +208,6 @@ def _segment_states(
         y = read(rp[:, None] + dv[None, :], rok[:, None] & (dv < V)[None, :])
         kept = tl.exp(u_end + low_end)
         S = S * kept + dot(tl.trans(x), (y.to(tl.float32) * w[:, None]).to(x.dtype))
-        if INNER:
-            answer = read(o + row[:, None] * V + dv[None, :], rok[:, None] & (dv < V)[None, :]).to(tl.float32)
-            to = inner + tl.program_id(1).to(tl.int64) * M * H * C + at + e
-            tl.store(to, tl.sum(answer * y.to(tl.float32), 1))
         if ONES:
             part = w
             if BACK:
@@ -331,15 +312,8 @@ def _walk(
     z,
     weight,
     out,
-    head_out,
-    overlap,
     seen,
-    product,
-    d_energy,
     inner,
-    far,
-    close,
-    apart,
     docs,
     segment_doc,
     rows,
@@ -358,29 +332,20 @@ def _walk(
     W: tl.constexpr,
     SHIFT: tl.constexpr,
     AFTER: tl.constexpr,
-    BACK: tl.constexpr,
     SWAP: tl.constexpr,
     ONES: tl.constexpr,
     NORMALIZE: tl.constexpr,
     INNER: tl.constexpr,
-    GATES: tl.constexpr,
-    ENERGY: tl.constexpr,
     LOW: tl.constexpr,
     PLAIN: tl.constexpr,
     MASKED: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Outputs of a segment from the state before it. BACK: gradients of values, from its end and the gradient of the state there.
+    """Outputs of a segment from the state before it. SWAP: keys and values change places, d_o is read with, and out is d_q.
 
-    SWAP: keys and values change places, and so do queries and d_o: out is the gradient of the queries (BACK: of the keys).
-    In the chunk a reader takes the values of sources: tokens read pairs, BACK pairs read tokens. Outputs are the rows of every
-    product, `[BB, C]`, and so is the state, `[BB, BA]`: it is read from registers, and no accumulator is transposed.
+    Outputs are the rows of every product, `[BB, C]`, and so is the state, `[BB, BA]`: it is read from registers. What is read from
+    memory stands near its use, because it waits in registers from there on.
     NORMALIZE: divide by seen + eps. INNER: also q . (the part of out that comes from the state).
-    ENERGY (of keys): add what comes through the energy of the keys.
-    GATES (of values): also, for this block of value columns, the gradients of P_{j,W-1} (far), of P_jd with d < W - 1 (close,
-    `[W - 1, C]` a chunk), what every token reads times its gradient (inner), and the sum of state times gradient at the
-    chunk's end (apart); where LOW instead of the last two (inner is given then: the part read from the state) the gradient of
-    every token's log-decay that comes from far pairs and the states, pair by pair, so that nothing cancels (apart).
     """
     q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     n, start, length, chunk, begin, end = _segment(q, docs, segment_doc, T, NC, NS, SEG, PLAIN, C - W + 1)
@@ -402,15 +367,8 @@ def _walk(
         dn, count = db, B
     if ONES:
         sum_x = tl.load(z + (q * H + h) * K + dn, mask=dn < count, other=0.0)
-    once = tl.where(part == 0, 1.0, 0.0)  # what does not belong to a block of columns
-    crossing = once * 0.0
-    if GATES:
-        crossing = once * tl.load(product + q * H + h)
     missing = tl.load(first + n)
-    for step in range(begin, end):
-        i = step
-        if BACK:
-            i = begin + end - 1 - step
+    for i in range(begin, end):
         r = i * (C - W + 1) - (W - 1) + e
         at = ((chunk + i) * H + h) * C
         token = (e >= W - 1) & (r < length)
@@ -423,129 +381,259 @@ def _walk(
         else:
             ask = read(query + row[:, None] * A + da[None, :], token[:, None] & in_a)
             pair = read(xp[:, None] + da[None, :], xok[:, None] & in_a)
-        if BACK:
-            source, reader = ask, pair
-            giving, taking = W + 1, W + 2
-        else:
-            source, reader = pair, ask
-            giving, taking = W + 2, W + 1
         u_end = tl.load(upto + at + C - 1)
         if LOW:
             u_end += tl.load(upto_low + at + C - 1)
         kept = tl.exp(u_end)
         own_weights = weights + at * (W + 3)
-        # what is read from memory stands near its use: it waits in registers from there on
-        carried = dot(S.to(reader.dtype), tl.trans(reader))
+        carried = dot(S.to(ask.dtype), tl.trans(ask))
         if ONES and SWAP:
             one = tl.load(weight + at + e)
-            if BACK:
-                carried += sum_x[:, None]
-            else:
-                carried += sum_x[:, None] * one[None, :]
-        if GATES:
-            y = read(vp[:, None] + db[None, :], vok[:, None] & in_b)
-            written = tl.load(own_weights + W * C + e) * tl.sum(tl.trans(y).to(tl.float32) * carried, 0)
-            before = crossing
-        found = carried * tl.load(own_weights + taking * C + e)[None, :]
+            carried += sum_x[:, None] * one[None, :]
+        found = carried * tl.load(own_weights + (W + 1) * C + e)[None, :]
         if INNER:
             other = read(query + row[None, :] * B + db[:, None], token[None, :] & (db < B)[:, None]).to(tl.float32)
             tl.store(inner + part * M * H * C + at + e, tl.sum(other * found, 0))
-        if BACK and SWAP:
-            value = read(query + row[:, None] * B + db[None, :], token[:, None] & in_b)
-        elif BACK:
-            value = read(d_o + row[:, None] * B + db[None, :], token[:, None] & in_b)
-        elif SWAP:
+        if SWAP:
             value = read(xp[:, None] + db[None, :], xok[:, None] & in_b)
         else:
             value = read(vp[:, None] + db[None, :], vok[:, None] & in_b)
-        give = tl.load(own_weights + giving * C + e)
+        give = tl.load(own_weights + (W + 2) * C + e)
         given = (tl.trans(value).to(tl.float32) * give[None, :]).to(value.dtype)
-        S = S * kept + dot(given, source)
-        scores = dot(source, tl.trans(reader))
+        S = S * kept + dot(given, pair)
+        scores = dot(pair, tl.trans(ask))
         high, low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
         s_high, s_low = _decays(upto, upto_low, at, tl.minimum(e + W - 1, C - 1), LOW)
         now = e
         if W > 1:  # NIL is 0, unknown to the compiler: no table of comparisons is kept in registers over the loop
-            now = e + (NIL * step).to(tl.int32)
-        if BACK:
-            if ONES and SWAP:
-                scores += one[:, None]
-            distance = now[:, None] - (1 - AFTER) - e[None, :]
-            scores *= _decay(high[:, None], low[:, None], s_high[None, :], s_low[None, :], distance, W, LOW)
-            p = scores * _parts(own_weights, distance, e, False, W, C)
-        else:
-            if ONES and SWAP:
-                scores += one[None, :]
-            distance = now[None, :] - (1 - AFTER) - e[:, None]
-            scores *= _decay(high[None, :], low[None, :], s_high[:, None], s_low[:, None], distance, W, LOW)
-            p = scores * _parts(own_weights, distance, e, True, W, C)
+            now = e + (NIL * i).to(tl.int32)
+        if ONES and SWAP:
+            scores += one[None, :]
+        distance = now[None, :] - (1 - AFTER) - e[:, None]
+        scores *= _decay(high[None, :], low[None, :], s_high[:, None], s_low[:, None], distance, LOW)
+        p = scores * _parts(own_weights, distance, e, W, C)
         found += dot(tl.trans(value), p.to(value.dtype))
-        if NORMALIZE and not BACK:
-            from_start = tl.load(own_weights + taking * C + e)
-            divisor = tl.sum(p, 0) + from_start * tl.sum(tl.trans(reader).to(tl.float32) * sum_x[:, None], 0) + eps
+        if NORMALIZE:
+            from_start = tl.load(own_weights + (W + 1) * C + e)
+            divisor = tl.sum(p, 0) + from_start * tl.sum(tl.trans(ask).to(tl.float32) * sum_x[:, None], 0) + eps
             found = found / divisor[None, :]
             if part == 0:
                 tl.store(seen + row, divisor, mask=token)
-        if BACK:
-            initial = i + e * 0 == 0  # whether this is a document's first chunk
-            ours = (e >= W - 1) | initial
+        tl.store(out + row[None, :] * B + db[:, None], found, mask=token[None, :] & (db < B)[:, None])
+        if ONES:
+            # sums over pairs of what the ones behind the values give
             if SWAP:
-                op, ok = key_pointers(out, head_out, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
+                sum_x = sum_x * kept + tl.sum(tl.trans(value).to(tl.float32) * give[None, :], 1)
             else:
-                op, ok = value_pointers(out, head_out, rows, n, start, length, missing, h, r, H, V, W, SHIFT, MASKED)
-            if W > 1:
-                shared = overlap + (((chunk + i) * H + h) * (W - 1) + e) * B
-                over = ok & (e < W - 1) & (i + e * 0 > 0)
-                tl.store(shared[None, :] + db[:, None], found, mask=over[None, :] & (db < B)[:, None])
-            if ENERGY:
-                factor = tl.zeros([C], tl.float32)
-                for w in tl.static_range(W):
-                    there = (r + w >= 0) & (r + w < length)
-                    factor += tl.load(d_energy + (start + r + w) * H + h, mask=there, other=0.0)
-                x = read(xp[:, None] + db[None, :], xok[:, None] & in_b)
-                if x.dtype == tl.float16:  # these factors need the range of float32
-                    x = x.to(tl.bfloat16)
-                found += dot(tl.trans(x), tl.where(e[:, None] == e[None, :], 2.0 * factor[None, :], 0.0).to(x.dtype))
-            tl.store(op[None, :] + db[:, None], found, mask=(ok & ours)[None, :] & (db < B)[:, None])
+                sum_x = sum_x * kept + tl.sum(pair.to(tl.float32) * give[:, None], 0)
+
+
+@triton.jit(do_not_specialize=FIXED)
+def _walk_back(
+    query,
+    k,
+    head_x,
+    v,
+    head_v,
+    d_o,
+    o,
+    first,
+    weights,
+    upto,
+    upto_low,
+    d_state,
+    d_z,
+    weight,
+    inner,
+    product,
+    d_energy,
+    out,
+    head_out,
+    overlap,
+    far,
+    close,
+    apart,
+    docs,
+    segment_doc,
+    rows,
+    eps,
+    T,
+    NC,
+    NS,
+    SEG,
+    M,
+    NIL,
+    H,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BA: tl.constexpr,
+    BB: tl.constexpr,
+    W: tl.constexpr,
+    SHIFT: tl.constexpr,
+    AFTER: tl.constexpr,
+    SWAP: tl.constexpr,
+    ONES: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    GATES: tl.constexpr,
+    ENERGY: tl.constexpr,
+    LOW: tl.constexpr,
+    PLAIN: tl.constexpr,
+    MASKED: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Gradients of a segment's values (SWAP: keys), from its end; d_state is the gradient of the state after the segment.
+
+    GATES (of values): also, for this block of value columns, the gradients of P_{j,W-1} (far), of P_jd with d < W - 1 (close,
+    `[W - 1, C]` a chunk), what every token reads times its gradient (inner), and the sum of state times gradient at the
+    chunk's end (apart); where LOW instead of the last two (inner is given then: the part read from the state) the gradient of
+    every token's log-decay that comes from far pairs and the states, pair by pair, so that nothing cancels (apart).
+    ENERGY (of keys): add what comes through the energy of the keys.
+    Everything is computed transposed (pairs as rows, queries as columns) from loaded operands: no accumulator is transposed.
+    """
+    q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    n, start, length, chunk, begin, end = _segment(q, docs, segment_doc, T, NC, NS, SEG, PLAIN, C - W + 1)
+    A: tl.constexpr = V if SWAP else K
+    B: tl.constexpr = K if SWAP else V
+    part = tl.program_id(1).to(tl.int64)
+    e, da = tl.arange(0, C), tl.arange(0, BA)
+    db = tl.program_id(1) * BB + tl.arange(0, BB)
+    in_a, in_b = (da < A)[None, :], (db < B)[None, :]
+    own = d_state + (q * H + h) * K * V
+    if SWAP:
+        dS = tl.load(own + da[:, None] + db[None, :] * V, mask=(da < A)[:, None] & in_b, other=0.0)
+    else:
+        dS = tl.load(own + da[:, None] * V + db[None, :], mask=(da < A)[:, None] & in_b, other=0.0)
+    # z has the rows of the state: a block of them, or all where they are multiplied with keys
+    dn, count = da, A
+    if SWAP:
+        dn, count = db, B
+    if ONES:
+        dz = tl.load(d_z + (q * H + h) * K + dn, mask=dn < count, other=0.0)
+    once = tl.where(part == 0, 1.0, 0.0)  # what does not belong to a block of columns
+    crossing = once * 0.0
+    if GATES:
+        crossing = once * tl.load(product + q * H + h)
+    missing = tl.load(first + n)
+    for step in range(begin, end):
+        i = begin + end - 1 - step
+        r = i * (C - W + 1) - (W - 1) + e
+        at = ((chunk + i) * H + h) * C
+        token = (e >= W - 1) & (r < length)
+        row = row_of(rows, start, r, token, MASKED) * H + h
+        xp, xok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
+        vp, vok = value_pointers(v, head_v, rows, n, start, length, missing, h, r, H, V, W, SHIFT, MASKED)
+        if SWAP:
+            pair = read(vp[:, None] + da[None, :], vok[:, None] & in_a)
+            ask = read(d_o + row[:, None] * A + da[None, :], token[:, None] & in_a)
+            value = read(query + row[:, None] * B + db[None, :], token[:, None] & in_b)
         else:
-            tl.store(out + row[None, :] * B + db[:, None], found, mask=token[None, :] & (db < B)[:, None])
-        if GATES:
-            pull = dot(value, tl.trans(y))
+            pair = read(xp[:, None] + da[None, :], xok[:, None] & in_a)
+            ask = read(query + row[:, None] * A + da[None, :], token[:, None] & in_a)
+            value = read(d_o + row[:, None] * B + db[None, :], token[:, None] & in_b)
+        s_high, s_low = _decays(upto, upto_low, at, tl.minimum(e + W - 1, C - 1), LOW)
+        full = tl.load(weights + at * (W + 3) + (W - 1) * C + e)
+        high, low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
+        u_end = tl.load(upto + at + C - 1)
+        low_end = u_end * 0.0
+        if LOW:
+            low_end = tl.load(upto_low + at + C - 1)
+        to_end = tl.load(weights + at * (W + 3) + W * C + e)
+        scores = dot(pair, tl.trans(ask))
+        carried = dot(pair, dS.to(pair.dtype))
+        if ONES and SWAP:
+            scores += tl.load(weight + at + e)[None, :]
+            carried += dz[None, :]
+        now = e
+        if W > 1:  # as in `_walk`
+            now = e + (NIL * i).to(tl.int32)
+        distance = now[None, :] - (1 - AFTER) - e[:, None]
+        decay = _decay(high[None, :], low[None, :], s_high[:, None], s_low[:, None], distance, LOW)
+        if GATES and not LOW:
+            # the gradient of P_{j,W-1} is the product of the pair with what P_{j,W-1} multiplies
+            far_scores = scores * decay
+            if W > 1:
+                far_scores = tl.where(distance >= W - 1, far_scores, 0.0)
+            found = to_end[:, None] * carried + dot(far_scores.to(pair.dtype), value)
+            y = read(vp[:, None] + db[None, :], vok[:, None] & in_b).to(tl.float32)
+            d_full = tl.sum(y * found, 1)
             if ONES:
-                pull += once * tl.load(weight + at + e)[:, None]
-                ones = tl.sum(tl.trans(pair).to(tl.float32) * sum_x[:, None], 0)
-                written += once * tl.load(own_weights + W * C + e) * ones
+                d_full += once * tl.sum(far_scores * tl.load(weight + at + e)[None, :], 1)
+                d_full += once * to_end * tl.sum(pair.to(tl.float32) * dz[None, :], 1)
+            found *= full[:, None]
+            given = tl.sum(d_full * full, 0)
+            for d in tl.static_range(W - 1):
+                after = e + (d + 1 - AFTER)
+                ok = (after < C) & (after >= W - 1) & (r + (d + 1 - AFTER) < length)
+                asks = row_of(rows, start, r + (d + 1 - AFTER), ok, MASKED) * H + h
+                g = read(d_o + asks[:, None] * B + db[None, :], ok[:, None] & in_b).to(tl.float32)
+                p = tl.load(weights + at * (W + 3) + d * C + e)
+                product_jd = tl.sum(tl.where(distance == d, scores, 0.0), 1)
+                near = product_jd * tl.sum(y * g, 1)
+                tl.store(close + (part * M * H * C + at) * (W - 1) + d * C + e, near)
+                given += tl.sum(p * near, 0)
+                found += (p * product_jd)[:, None] * g
+            if NORMALIZE:
+                reads = -eps * once * tl.load(weight + at + e)
+            else:
+                answer = read(o + row[:, None] * B + db[None, :], token[:, None] & in_b).to(tl.float32)
+                reads = tl.sum(answer * value.to(tl.float32), 1)
+            slot = part * M * H * C + at + e
+            tl.store(inner + slot, reads)
+            tl.store(far + slot, d_full)
+            tl.store(apart + slot, crossing + tl.zeros([C], tl.float32))
+            crossing += tl.sum(reads, 0) - given
+        else:
+            mix = decay * _parts(weights + at * (W + 3), distance, e, W, C)
+            found = (full * to_end)[:, None] * carried + dot((scores * mix).to(pair.dtype), value)
+        if GATES and LOW:
+            y = read(vp[:, None] + db[None, :], vok[:, None] & in_b)
+            pull = dot(y, tl.trans(value))
+            written = tl.sum(y * carried, 1)
+            if ONES:
+                pull += once * tl.load(weight + at + e)[None, :]
+                written += once * tl.sum(pair * dz[None, :], 1)
             pull *= scores
             for d in tl.static_range(W - 1):
-                near = tl.sum(tl.where(distance == d, pull, 0.0), 0)
+                near = tl.sum(tl.where(distance == d, pull, 0.0), 1)
                 tl.store(close + (part * M * H * C + at) * (W - 1) + d * C + e, near)
-                if not LOW:
-                    crossing -= tl.sum(near * tl.load(own_weights + d * C + e), 0)
+            pull *= decay
             if W > 1:
                 pull = tl.where(distance >= W - 1, pull, 0.0)
-            d_full = tl.sum(pull, 0) + written
-            tl.store(far + part * M * H * C + at + e, d_full)
+            written *= to_end
+            slot = part * M * H * C + at + e
+            tl.store(far + slot, tl.sum(pull, 1) + written)
+            # token r decays what earlier tokens wrote, for later ones to read
             reads = once * tl.load(inner + at + e)
-            full = tl.load(own_weights + (W - 1) * C + e)
-            if LOW:
-                # token r decays what earlier tokens wrote, for later ones to read
-                earlier = e[:, None] + W - 1 < e[None, :]
-                passing = dot(pull * full[None, :], tl.where(earlier, 1.0, 0.0)) + reads[:, None]
-                grad = tl.sum(tl.where(e[:, None] - e[None, :] >= 1 - AFTER, passing, 0.0), 0)
-                grad += tl.sum(tl.where(earlier, (written * full)[:, None], 0.0), 0)
-                tl.store(apart + part * M * H * C + at + e, grad + crossing)
-            else:
-                tl.store(apart + part * M * H * C + at + e, before + tl.zeros([C], tl.float32))
-                crossing += tl.sum(reads, 0) - tl.sum(d_full * full, 0)
-        if ONES or (NORMALIZE and not BACK):
-            # sums over sources of what the ones behind the values (BACK: their gradients) give
-            share = give
-            if BACK:
-                share = give * tl.load(weight + at + e)
+            earlier = e[None, :] + W - 1 < e[:, None]
+            pull = dot(tl.where(earlier, 1.0, 0.0), pull * full[:, None]) + reads[None, :]
+            grad = tl.sum(tl.where(e[None, :] - e[:, None] >= 1 - AFTER, pull, 0.0), 1)
+            grad += tl.sum(tl.where(earlier, (written * full)[None, :], 0.0), 1)
+            tl.store(apart + slot, grad + crossing)
+        initial = i + e * 0 == 0  # whether this is a document's first chunk
+        ours = (e >= W - 1) | initial
+        if SWAP:
+            op, ok = key_pointers(out, head_out, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
+        else:
+            op, ok = value_pointers(out, head_out, rows, n, start, length, missing, h, r, H, V, W, SHIFT, MASKED)
+        if W > 1:
+            shared = overlap + (((chunk + i) * H + h) * (W - 1) + e) * B
+            tl.store(shared[:, None] + db[None, :], found, mask=(ok & (e < W - 1) & ~initial)[:, None] & in_b)
+        if ENERGY:
+            factor = tl.zeros([C], tl.float32)
+            for w in tl.static_range(W):
+                there = (r + w >= 0) & (r + w < length)
+                factor += tl.load(d_energy + (start + r + w) * H + h, mask=there, other=0.0)
+            found += 2.0 * factor[:, None] * read(xp[:, None] + db[None, :], xok[:, None] & in_b).to(tl.float32)
+        tl.store(op[:, None] + db[None, :], found, mask=(ok & ours)[:, None] & in_b)
+        kept = tl.exp(u_end + low_end)
+        from_start = tl.load(weights + at * (W + 3) + (W + 1) * C + e)
+        dS = dS * kept + dot(tl.trans(ask), (value.to(tl.float32) * from_start[:, None]).to(pair.dtype))
+        if ONES:
+            share = from_start * tl.load(weight + at + e)
             if SWAP:
-                sum_x = sum_x * kept + tl.sum(tl.trans(value).to(tl.float32) * share[None, :], 1)
+                dz = dz * kept + tl.sum(value.to(tl.float32) * share[:, None], 0)
             else:
-                sum_x = sum_x * kept + tl.sum(source.to(tl.float32) * share[:, None], 0)
+                dz = dz * kept + tl.sum(ask.to(tl.float32) * share[:, None], 0)
 
 
 @triton.jit
@@ -575,8 +663,9 @@ def _gate_gradients(
     reads = tl.zeros([C], tl.float32)
     for part in tl.static_range(PARTS):
         d_u += tl.load(apart + part * size + at + e)
+        if not LOW:
+            reads += tl.load(inner + part * size + at + e)
     if not LOW:
-        reads += tl.load(inner + at + e)
         # far pairs: all reads from here on, minus all that was written from here on, plus state times gradient at the end
         full = tl.zeros([C], tl.float32)
         for part in tl.static_range(PARTS):
@@ -654,15 +743,17 @@ def _add_overlap(
 CUTS = {
     "states": ((16384, 4, 1), (4096, 4, 1)),
     "walk": ((16384, 8, 3), (8192, 8, 1)),
+    "values": ((8192, 4, 2), (4096, 4, 1)),
+    "keys": ((8192, 4, 2), (4096, 4, 1)),
 }
 
 
 def cut(kind: str, rows: int, columns: int, like: Tensor) -> tuple[int, dict[str, int]]:
     """Columns of a state `[rows, columns]` that one program holds, and its launch options; by sizes and dtype alone."""
     room, warps, stages = CUTS[kind][like.dtype == torch.float32]
-    if block(rows) > 128:
-        stages = min(stages, 2)  # more do not fit in shared memory
-    least = 16 if like.dtype == torch.float32 else 64  # rows of a product on Hopper's tensor cores
+    least = 16
+    if kind == "walk":  # columns are rows of the products: Hopper's tensor cores take 64
+        least, stages = 64, min(stages, 2 if block(rows) > 128 else 3)
     return min(max(least, block(columns)), max(least, room // block(rows))), {"num_warps": warps, "num_stages": stages}
 
 
@@ -774,14 +865,7 @@ class Associative:
         }
 
     def _states(
-        self,
-        left: Tensor,
-        right: Tensor,
-        total: Tensor,
-        weight: Tensor | None,
-        back: bool,
-        o: Tensor | None = None,
-        inner: Tensor | None = None,
+        self, left: Tensor, right: Tensor, total: Tensor, weight: Tensor | None, back: bool
     ) -> tuple[Tensor, Tensor]:
         """What every segment adds to the state, `[Q, H, K, V]`, and to z."""
         k_size, v_size, segments = self.k.shape[3], self.v.shape[3], self.ranks.segments
@@ -791,7 +875,7 @@ class Associative:
         launch(
             _segment_states, (segments * self.heads, parts(v_size, columns)), left=left, head_left=self.head_x, right=right,
             head_right=self.head_v, first=self.first, weights=self.weights, upto=self.upto, upto_low=self.upto_low,
-            weight=weight, o=o, inner=inner, state=state, z=z, total=total, **self._common(), M=self.ranks.chunks, INNER=inner is not None, K=k_size, V=v_size, BK=block(k_size), BV=columns,
+            weight=weight, state=state, z=z, total=total, **self._common(), K=k_size, V=v_size, BK=block(k_size), BV=columns,
             BACK=back, ONES=self.ones and (weight is not None or not back), **options,
         )  # fmt: skip
         if self.ones and back and weight is None:
@@ -812,40 +896,21 @@ class Associative:
                 z, _ = scan(z_states, total, z, self.ranks)
             else:
                 z = z.clone()
-            self._walk(states, o, z=z_states if self.normalize else None, seen=seen)
+            self._walk(states, z_states if self.normalize else None, o, seen=seen)
         return o, S, z, Kept(states, z_states, total, seen)
 
-    def _walk(
-        self,
-        state: Tensor,
-        out: Tensor,
-        *,
-        back: bool = False,
-        swap: bool = False,
-        z: Tensor | None = None,
-        overlap: Tensor | None = None,
-        inner: Tensor | None = None,
-        far: Tensor | None = None,
-        d_energy: Tensor | None = None,
-        **tensors: Tensor | None,
-    ) -> None:
-        """One walk over all segments, see the kernel."""
-        ranks, k_size, v_size = self.ranks, self.k.shape[3], self.v.shape[3]
+    def _walk(self, state: Tensor, z: Tensor | None, out: Tensor, swap: bool = False, **tensors: Tensor | None) -> None:
+        """z: states of the normaliser, where it plays a part. tensors: d_o, weight, inner, seen."""
+        k_size, v_size = self.k.shape[3], self.v.shape[3]
         inner_size, size = (v_size, k_size) if swap else (k_size, v_size)
         columns, options = cut("walk", inner_size, size, self.k)
         launch(
-            _walk, (ranks.segments * self.heads, parts(size, columns)), query=self.q, k=self.k, head_x=self.head_x, v=self.v, head_v=self.head_v, first=self.first, weights=self.weights,
-            upto=self.upto, upto_low=self.upto_low, state=state, z=z, out=out, overlap=overlap, inner=inner, far=far,
-            d_energy=d_energy, **tensors, **self._common(), eps=self.eps, M=ranks.chunks, NIL=0,
-            K=k_size, V=v_size, BA=block(inner_size), BB=columns, BACK=back, SWAP=swap, ONES=z is not None,
-            NORMALIZE=self.normalize and not swap, INNER=inner is not None and far is None, GATES=far is not None,
-            ENERGY=d_energy is not None, **options,
+            _walk, (self.ranks.segments * self.heads, parts(size, columns)), query=self.q, k=self.k, head_x=self.head_x, v=self.v,
+            head_v=self.head_v, first=self.first, weights=self.weights, upto=self.upto, upto_low=self.upto_low, state=state, z=z,
+            out=out, **tensors, **self._common(), eps=self.eps, M=self.ranks.chunks, NIL=0, K=k_size, V=v_size,
+            BA=block(inner_size), BB=columns, SWAP=swap, ONES=z is not None, NORMALIZE=self.normalize and not swap,
+            INNER=tensors.get("inner") is not None, **options,
         )  # fmt: skip
-        if overlap is not None:
-            launch(
-                _add_overlap, (ranks.chunks * self.heads,), overlap=overlap, k=out, head_x=tensors["head_out"], **tables(ranks), first=self.first, H=self.heads, K=size, BK=block(size),
-                W=self.window, BW=1 << (self.window - 1).bit_length(), SHIFT=self.shift, VALUES=not swap, num_warps=1,
-            )  # fmt: skip
 
     def backward(
         self,
@@ -878,40 +943,37 @@ class Associative:
             if self.window > 1:  # nor does the first value without a key before it
                 d_v[:, 0] = 0
         d_head_x, d_head_v = torch.zeros_like(self.head_x), torch.zeros_like(self.head_v)
-        of_values, of_keys, of_states = (
+        of_values, of_keys = (
             parts(size, cut(kind, other, size, self.k)[0])
-            for kind, size, other in (("walk", v_size, k_size), ("walk", k_size, v_size), ("states", v_size, k_size))
+            for kind, size, other in (("values", v_size, k_size), ("walk", k_size, v_size))
         )
         size = (of_values, ranks.chunks, heads, CHUNK) if gates else (0,)
-        # what every token reads times its gradient; where `wide`, of what it reads from the state before its chunk
-        inner = None
-        if gates:
-            inner = self.q.new_empty(of_keys if wide else of_states, *size[1:], dtype=torch.float32)
+        inner = self.q.new_empty((of_keys, *size[1:]) if wide and gates else size, dtype=torch.float32)
         far, apart = (self.q.new_empty(size, dtype=torch.float32) for _ in range(2))
         close = self.q.new_empty((*size[:-1], self.window - 1, size[-1]), dtype=torch.float32)
-        ones = self.ones and weight is not None
+        d_energy = None
         with on_device(self.q):
-            reads = None if wide or self.normalize else inner
-            d_states, d_z_states = self._states(self.q, d_o, total, weight, True, o, reads)
+            d_states, d_z_states = self._states(self.q, d_o, total, weight, True)
             d_S, product = scan(d_states, kept.total, d_S, self.ranks, kept.states, S_end, wide)
             product = product.sum(-1)
             if self.ones:
                 d_z, more = scan(d_z_states, kept.total, d_z, self.ranks, kept.z, z_end, wide)
                 product = product + more.sum(-1)
+            reads = wide and gates
             self._walk(
-                kept.states, d_q, swap=True, d_o=d_o, weight=weight, z=kept.z if ones else None,
-                inner=inner if wide else None,
-            )  # fmt: skip
-            if inner is not None:
-                inner = -self.eps * weight if weight is not None and not wide else inner.sum(0)
-            if self.ones and weight is None:
-                weight = self.q.new_zeros(ranks.chunks, heads, CHUNK, dtype=torch.float32)
-            found = {"inner": inner, "far": far, "close": close, "apart": apart} if gates else {}
-            self._walk(
-                d_states, d_v, back=True, d_o=d_o, weight=weight, z=d_z_states if gates and self.ones else None,
-                product=product, head_out=d_head_v, overlap=self._overlap(v_size), **found,
-            )  # fmt: skip
-            d_energy = None
+                kept.states,
+                None if weight is None else kept.z,
+                d_q,
+                True,
+                d_o=d_o,
+                weight=weight,
+                inner=inner if reads else None,
+            )
+            if reads:
+                inner = inner.sum(0)
+            outs = (inner, far, close, apart) if gates else None
+            d_z_of_values = d_z_states if gates and self.ones else None
+            self._walk_back(d_o, o, d_states, d_z_of_values, weight, product, (d_v, d_head_v), outs, None, False)
             if through_gates is not None:
                 d_strength, d_log_decay = (self.q.new_empty(size[1:], dtype=torch.float32) for _ in range(2))
                 launch(
@@ -921,14 +983,40 @@ class Associative:
                     num_warps=1,
                 )  # fmt: skip
                 d_energy = through_gates(d_strength, d_log_decay)
-            self._walk(
-                d_states, d_k, back=True, swap=True, d_o=d_o, weight=weight, z=d_z_states if self.ones else None,
-                d_energy=d_energy, head_out=d_head_x, overlap=self._overlap(k_size),
-            )  # fmt: skip
+            d_z_of_keys = d_z_states if self.ones else None
+            self._walk_back(d_o, o, d_states, d_z_of_keys, weight, None, (d_k, d_head_x), None, d_energy, True)
         return d_q, d_k, d_v, d_head_x, d_head_v, d_S, d_z
 
-    def _overlap(self, size: int) -> Tensor | None:
-        """Room for what a chunk gives to the pairs of the chunk before it; None without a window."""
-        if self.window == 1:
-            return None
-        return self.q.new_empty(self.ranks.chunks, self.heads, self.window - 1, size, dtype=torch.float32)
+    def _walk_back(
+        self,
+        d_o: Tensor,
+        o: Tensor,
+        d_states: Tensor,
+        d_z: Tensor | None,
+        weight: Tensor | None,
+        product: Tensor | None,
+        outs: tuple[Tensor, Tensor],
+        gates: tuple[Tensor, ...] | None,
+        d_energy: Tensor | None,
+        swap: bool,
+    ) -> None:
+        """Into `outs`, gradients of values (swap: keys) and of those in the head; into `gates`: inner, far, close, apart."""
+        ranks, k_size, v_size = self.ranks, self.k.shape[3], self.v.shape[3]
+        inner_size, size = (v_size, k_size) if swap else (k_size, v_size)
+        columns, options = cut("keys" if swap else "values", inner_size, size, self.k)
+        overlap = self.q.new_empty(ranks.chunks, self.heads, self.window - 1, size, dtype=torch.float32)
+        if d_z is not None and weight is None:
+            weight = self.q.new_zeros(ranks.chunks, self.heads, CHUNK, dtype=torch.float32)
+        inner, far, close, apart = gates or (None,) * 4
+        launch(
+            _walk_back, (ranks.segments * self.heads, parts(size, columns)), query=self.q, k=self.k, head_x=self.head_x, v=self.v,
+            head_v=self.head_v, d_o=d_o, o=o, first=self.first, weights=self.weights, upto=self.upto, upto_low=self.upto_low,
+            d_state=d_states, d_z=d_z, weight=weight, inner=inner, product=product, d_energy=d_energy, out=outs[0],
+            head_out=outs[1], overlap=overlap, far=far, close=close, apart=apart, **self._common(), eps=self.eps, M=ranks.chunks, NIL=0, K=k_size, V=v_size, BA=block(inner_size), BB=columns, SWAP=swap,
+            ONES=d_z is not None, NORMALIZE=self.normalize, GATES=gates is not None, ENERGY=d_energy is not None, **options,
+        )  # fmt: skip
+        if self.window > 1:
+            launch(
+                _add_overlap, (ranks.chunks * self.heads,), overlap=overlap, k=outs[0], head_x=outs[1], **tables(ranks), first=self.first, H=self.heads, K=size, BK=block(size), W=self.window,
+                BW=1 << (self.window - 1).bit_length(), SHIFT=self.shift, VALUES=not swap, num_warps=1,
+            )  # fmt: skip

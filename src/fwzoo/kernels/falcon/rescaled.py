@@ -30,7 +30,7 @@ from ..gpu import block, dot, key_pointers, launch, of_chunk, on_device, parts, 
 from ..ranks import CHUNK, Ranks
 from .rules import Options
 
-STEP = 32  # rows of a step
+STEP = 16  # rows of a step: 16 or 32
 CUTS = {"scores": (64, 4), "gains": (32, 4)}  # value columns that a program holds, and warps
 
 
@@ -134,6 +134,15 @@ def _behind(decays, slot, d, V: tl.constexpr, STEP: tl.constexpr, BACK: tl.const
     if BACK:
         at = decays + slot // 8 * 4 * V + d
     return tl.load(at, mask=d < V, other=0.0)
+
+
+@triton.jit
+def _slot(step, begin, end, chunk, h, H, C: tl.constexpr, STEP: tl.constexpr, BACK: tl.constexpr):
+    """First slot of a step in `[M, H, C]`."""
+    j = step
+    if BACK:
+        j = begin + end - 1 - step
+    return ((chunk + j // (C // STEP)) * H + h) * C + j % (C // STEP) * STEP
 
 
 @triton.jit(do_not_specialize=FIXED)
@@ -242,6 +251,8 @@ def _rescaled_values(
     if BACK:
         order, apart = STEP // 8 - 1 - t // 8, t[:, None] - t[None, :]
     begin, end = begin * (C // STEP), tl.minimum(end * (C // STEP), tl.cdiv(length, STEP))
+    here = _slot(begin, begin, end, chunk, h, H, C, STEP, BACK) + t
+    factor = read(scale + here[None, :] * V + dv[:, None], in_v & (begin + t * 0 < end)[None, :])
     for step in range(begin, end):
         j = step
         if BACK:
@@ -249,34 +260,47 @@ def _rescaled_values(
         r = j * STEP + t
         token = r < length
         row = row_of(rows, start, r, token, MASKED) * H + h
-        slot = ((chunk + j // (C // STEP)) * H + h) * C + j % (C // STEP) * STEP
+        slot = _slot(step, begin, end, chunk, h, H, C, STEP, BACK)
+        # R of the next step: what waits for memory waits behind this step's products
+        there = _slot(tl.minimum(step + 1, end - 1), begin, end, chunk, h, H, C, STEP, BACK) + t
+        next_factor = read(scale + there[None, :] * V + dv[:, None], in_v & (t >= 0)[None, :])
         pairs, ok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, 1, SHIFT, MASKED)
         asks, asked = query + row * K, token
         if BACK:
             pairs, ok, asks, asked = asks, asked, pairs, ok
         pair = read(pairs[:, None] + dk[None, :], ok[:, None] & in_k[None, :])
         w = read(weights + (slot + t)[None, :] * V + dv[:, None], in_v & (t >= 0)[None, :])
+        # loaded before they are needed
+        passed = _to_middle(decays, slot, dv, 0, behind, V, STEP, BACK)
+        to_1 = _to_middle(decays, slot, dv, 1, behind, V, STEP, BACK)
+        to_2, to_3 = to_1, to_1
+        if STEP == 32:
+            to_2 = _to_middle(decays, slot, dv, 2, behind, V, STEP, BACK)
+            to_3 = _to_middle(decays, slot, dv, 3, behind, V, STEP, BACK)
+        behind = _behind(decays, slot, dv, V, STEP, BACK)
         ask = read(asks[None, :] + dk[:, None], asked[None, :] & in_k[:, None])
-        factor = read(scale + (slot + t)[None, :] * V + dv[:, None], in_v & (t >= 0)[None, :]).to(tl.float32)
         scores = tl.where(apart >= 1 - AFTER, dot(pair, ask), 0.0).to(w.dtype)
         carried = dot(S.to(w.dtype), ask)
         # one 8 rows after the other: what they read stands where their middle is
-        passed = _to_middle(decays, slot, dv, 0, behind, V, STEP, BACK)
         found = carried * passed[:, None] + dot(w, scores)
         moved = w.to(tl.float32)
         for g in tl.static_range(1, STEP // 8):
-            between = _to_middle(decays, slot, dv, g, behind, V, STEP, BACK)
+            between = to_1
+            if g == 2:
+                between = to_2
+            if g == 3:
+                between = to_3
             passed *= between
             moved *= tl.where(order[None, :] < g, between[:, None], 1.0)
             more = carried * passed[:, None] + dot(moved.to(w.dtype), scores)
             found = tl.where(order[None, :] == g, more, found)
         S = passed[:, None] * S + dot(moved.to(w.dtype), pair)
-        behind = _behind(decays, slot, dv, V, STEP, BACK)
         if BACK:
             to = out + (slot + t)[None, :] * V + dv[:, None]
-            tl.store(to, found / tl.where(in_v, factor, 1.0), mask=in_v & token[None, :])
+            tl.store(to, found / tl.where(in_v, factor.to(tl.float32), 1.0), mask=in_v & token[None, :])
         else:
-            tl.store(out + row[None, :] * V + dv[:, None], found * factor, mask=in_v & token[None, :])
+            tl.store(out + row[None, :] * V + dv[:, None], found * factor.to(tl.float32), mask=in_v & token[None, :])
+        factor = next_factor
 
 
 @triton.jit(do_not_specialize=["T", "NC"])
@@ -388,7 +412,7 @@ def _rescaled_keys(
         r = j * STEP + t
         token = r < length
         row = row_of(rows, start, r, token, MASKED) * H + h
-        slot = ((chunk + j // (C // STEP)) * H + h) * C + j % (C // STEP) * STEP
+        slot = _slot(step, begin, end, chunk, h, H, C, STEP, BACK)
         xp, xok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, 1, SHIFT, MASKED)
         if BACK:
             pair = read((query + row * K)[None, :] + dk[:, None], token[None, :] & in_k)
@@ -398,19 +422,29 @@ def _rescaled_keys(
             pair = read(xp[None, :] + dk[:, None], xok[None, :] & in_k)
             p = read(scores + (slot + t)[None, :] * STEP + t[:, None], (t >= 0)[:, None])
             to, ok = out + row * K, token
+        # loaded before they are needed
+        passed = _to_middle(decays, slot, dv, 0, behind, V, STEP, BACK)
+        to_1 = _to_middle(decays, slot, dv, 1, behind, V, STEP, BACK)
+        to_2, to_3 = to_1, to_1
+        if STEP == 32:
+            to_2 = _to_middle(decays, slot, dv, 2, behind, V, STEP, BACK)
+            to_3 = _to_middle(decays, slot, dv, 3, behind, V, STEP, BACK)
+        behind = _behind(decays, slot, dv, V, STEP, BACK)
         a = read(asking + (slot + t)[None, :] * V + dv[:, None], in_v[:, None] & (t >= 0)[None, :])
         w = read(writing + (slot + t)[:, None] * V + dv[None, :], in_v[None, :] & (t >= 0)[:, None])
-        passed = _to_middle(decays, slot, dv, 0, behind, V, STEP, BACK)
         asked, moved = a.to(tl.float32) * passed[:, None], w.to(tl.float32)
         for g in tl.static_range(1, STEP // 8):
-            between = _to_middle(decays, slot, dv, g, behind, V, STEP, BACK)
+            between = to_1
+            if g == 2:
+                between = to_2
+            if g == 3:
+                between = to_3
             passed *= between
             asked *= tl.where(order[None, :] >= g, between[:, None], 1.0)
             moved *= tl.where(order[:, None] < g, between[None, :], 1.0)
         pair = pair.to(w.dtype)
         found = dot(S.to(w.dtype), asked.to(w.dtype)) + dot(pair, p)
         S = passed[None, :] * S + dot(pair, moved.to(w.dtype))
-        behind = _behind(decays, slot, dv, V, STEP, BACK)
         if ENERGY:
             factor = 2.0 * tl.load(d_energy + (start + r) * H + h, mask=token, other=0.0)
             found += factor[None, :] * read(xp[None, :] + dk[:, None], xok[None, :] & in_k).to(tl.float32)
