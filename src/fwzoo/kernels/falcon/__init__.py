@@ -49,11 +49,9 @@ def _limits(
         return Limits(cannot=f"window is {window}, and the Triton kernels take up to {LARGEST_WINDOW}")
     unproven = None
     if rule == "falcon2" and not few:
-        unproven = (
-            "the Triton kernels of rule 'falcon2' were shown right on a GPU for a few tokens without gradients only"
-        )
+        unproven = "the Triton kernels of rule 'falcon2' for more than a few tokens, or with gradients, were shown right on a GPU in float32 only"
     if rule == "falcon3" and backward:
-        unproven = "the Triton kernels of rule 'falcon3' were shown right on a GPU without gradients only"
+        unproven = "the Triton kernels of rule 'falcon3' with gradients were shown right on a GPU in float32 only"
     return Limits(unproven=unproven)
 
 

@@ -252,7 +252,7 @@ def _rescaled_values(
         order, apart = STEP // 8 - 1 - t // 8, t[:, None] - t[None, :]
     begin, end = begin * (C // STEP), tl.minimum(end * (C // STEP), tl.cdiv(length, STEP))
     here = _slot(begin, begin, end, chunk, h, H, C, STEP, BACK) + t
-    factor = read(scale + here[None, :] * V + dv[:, None], in_v & ((t >= 0) & (begin < end))[None, :])
+    factor = read(scale + here[None, :] * V + dv[:, None], in_v & (begin + t * 0 < end)[None, :])
     for step in range(begin, end):
         j = step
         if BACK:
