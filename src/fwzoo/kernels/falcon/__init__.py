@@ -52,6 +52,8 @@ def _limits(
         unproven = (
             "the Triton kernels of rule 'falcon2' were shown right on a GPU for a few tokens without gradients only"
         )
+    if rule in ("falcon2a", "falcon3a") and not few:
+        unproven = f"the Triton kernels of rule {rule!r} have not been shown right on a GPU in their present form"
     if rule == "falcon3" and backward:
         unproven = "the Triton kernels of rule 'falcon3' were shown right on a GPU without gradients only"
     return Limits(unproven=unproven)
