@@ -45,7 +45,7 @@ def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
 
     Arguments that the kernel has no parameter for are left out, but for num_warps and num_stages.
     """
-    given = [arguments.get(name) for name in kernel.arg_names]
+    given: list[Any] = [arguments.get(name) for name in kernel.arg_names]
     options = {name: arguments[name] for name in ("num_warps", "num_stages") if name in arguments}
     if INTERPRETING:
         kernel[grid](*given, **options)

@@ -50,6 +50,8 @@ def _limits(
     unproven = None
     if rule == "falcon2" and not few:
         unproven = "the Triton kernels of rule 'falcon2' for more than a few tokens, or with gradients, were shown right on a GPU in float32 only"
+    if rule in ("falcon2a", "falcon3a") and not few:
+        unproven = f"the Triton kernels of rule {rule!r} have not been shown right on a GPU in their present form"
     if rule == "falcon3" and backward:
         unproven = "the Triton kernels of rule 'falcon3' with gradients were shown right on a GPU in float32 only"
     return Limits(unproven=unproven)

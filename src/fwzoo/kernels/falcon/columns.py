@@ -33,7 +33,7 @@ ROOM = {"states": 4096, "values": 4096, "scores": 2048, "keys": 4096}  # element
 
 def cut(kind: str, rows: int, columns: int) -> int:
     """Columns of a tile `[rows, columns]` that one program holds."""
-    return min(block(columns), max(16, ROOM[kind] // block(rows)))
+    return min(64, block(columns), max(16, ROOM[kind] // block(rows)))
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""falcon1 on a GPU: its gates in one pass, then the kernels of `kernels/delta.py`."""
+"""falcon1 and falcon3 on a GPU: their gates, then the kernels of `kernels/delta.py` or of `windows.py`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def regression(
     ranks: Ranks,
     options: Options,
 ) -> tuple[Tensor, Tensor]:
-    """falcon1."""
+    """falcon1 and falcon3."""
     o, S, *_ = _regression(q, k, v, beta, ridge, head_x, head_v, S.contiguous(), first, count, *pack(ranks, options))
     return o, S
 

@@ -1,9 +1,9 @@
-"""falcon2 on a GPU: a scan over tokens finds the residuals; what they write is then falcon2a's, with residuals for values.
+"""falcon2 on a GPU: a scan over tokens finds the residuals and the states before all chunks, which then read side by side.
 
     r_t = v_t - S_{t-1}^T x_t        S_t = S_{t-1} diag(gamma_t) + x_t (eta_t * r_t)^T
 
-Backward is the same recurrence from the end: with the gradient g of the residuals as values of falcon2a, and the gradient L of
-the state through later reads,
+What residuals write is falcon2a's, with them for values, and so is its gradient. Backward is the same recurrence from the end:
+with the gradient g of the residuals as values of falcon2a, and the gradient L of the state through later reads,
 
     d_r_t = g_t + eta_t * (L_t^T x_t)        L_{t-1} = L_t diag(gamma_t) - x_t d_r_t^T
 
