@@ -92,9 +92,10 @@ def check_search(q: Tensor, keys: Tensor, top_k: int, score: str) -> None:
 
 @triton
 @pytest.mark.parametrize(
-    ("n", "size", "top_k", "score"), [(70, 40, 9, "dot"), (300, 8, 2, "idw"), (600, 8, 20, "dot"), (66, 8, 64, "idw")]
+    ("heads", "n", "size", "top_k", "score"),
+    [(2, 70, 40, 9, "dot"), (2, 100, 8, 2, "idw"), (1, 520, 8, 20, "dot"), (1, 66, 8, 64, "idw")],
 )
-def test_search(n: int, size: int, top_k: int, score: str) -> None:
+def test_search(heads: int, n: int, size: int, top_k: int, score: str) -> None:
     torch.manual_seed(n)
     check_search(torch.randn(2, 3, 2, size), torch.randn(2, 2, 2, n, size // 2), top_k, score)
 

@@ -25,7 +25,7 @@ from .gpu import read as read_values
 
 MOST_IN_BLOCK = 512  # sub-keys that a program scores: their scores stay in registers
 UNSURE = 2**-15  # error of an approximate score beside that of rounded sub-keys, to the squared lengths
-KEY_BF, KEY_W = 256, 8
+KEY_BF, KEY_W = 128, 8
 SPARE = 8  # candidates of a block beyond k
 CUT = tl.constexpr(8e-5)  # what the last bits hold of a candidate's distance, at most: MOST_IN_BLOCK / 2^23
 LARGEST = tl.constexpr(0x7FFFFFFF)
@@ -52,8 +52,7 @@ class Found(NamedTuple):
 def _prepare(
     keys,
     rounded,
-    squares,
-    lost,
+    work,
     n,
     F: tl.constexpr,
     FP: tl.constexpr,
@@ -61,7 +60,7 @@ def _prepare(
     ROWS: tl.constexpr,
     BF: tl.constexpr,
 ):
-    """Every sub-key in 16 bit, padded to `[NP, FP]` with 0, its squared length, and that of what rounding lost."""
+    """Every sub-key in 16 bit, padded to `[NP, FP]` with 0; in `work` its squared length, and that of what rounding lost."""
     table = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     square, rest = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
@@ -74,32 +73,31 @@ def _prepare(
         d = x - y.to(tl.float32)
         square += tl.sum(x * x, 1)
         rest += tl.sum(d * d, 1)
-    tl.store(squares + table * NP + row, square)
-    tl.store(lost + table * NP + row, rest)
+    squares = work.to(tl.pointer_type(tl.float32)) + table * NP + row
+    tl.store(squares, square)
+    tl.store(squares + tl.num_programs(0).to(tl.int64) * NP, rest)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "total"])
 def _candidates(
     q,
     rounded,
-    squares,
-    lost,
-    found,
-    bounds,
+    work,
     T,
     H,
     n,
+    total,
     unsure,
-    M: tl.constexpr,
     F: tl.constexpr,
-    FP: tl.constexpr,
+    M: tl.constexpr,
     BLOCKS: tl.constexpr,
     BN: tl.constexpr,
+    FP: tl.constexpr,
     BT: tl.constexpr,
     BF: tl.constexpr,
     IDW: tl.constexpr,
 ):
-    """The M best of a block of sub-keys by approximate scores, best first.
+    """The M best of a block of sub-keys by approximate scores, best first. total: tokens times tables.
 
     A candidate is how far it is from the block's best score (float32, taken as an integer) with its place in the last bits.
     bounds: the best score, and how wrong a score can be.
@@ -123,9 +121,11 @@ def _candidates(
         rest += d * d
         scores = tl.dot(near, y, scores)
     length, rest = tl.sum(length, 1), tl.sum(rest, 1)
-    square = tl.load(squares + first_key + i)
+    keys = tl.num_programs(2).to(tl.int64) * 2 * H * (BLOCKS * BN)
+    squares = work.to(tl.pointer_type(tl.float32)) + first_key + i
+    square = tl.load(squares)
     longest = tl.max(square, 0)
-    wrong = tl.sqrt(length * tl.max(tl.load(lost + first_key + i), 0)) + tl.sqrt(rest * longest)
+    wrong = tl.sqrt(length * tl.max(tl.load(squares + keys), 0)) + tl.sqrt(rest * longest)
     if IDW:
         wrong *= 2
     wrong += unsure * (length + longest)
@@ -138,6 +138,8 @@ def _candidates(
     key = ((best[:, None] - scores).to(tl.int32, bitcast=True) & (LARGEST - (BN - 1))) | i[None, :]
     key = tl.where(some, key, (LARGEST - (BN - 1)) | i[None, :])
     out = (row * 2 + part) * BLOCKS + block
+    found = work + 2 * keys
+    bounds = (found + total.to(tl.int64) * BLOCKS * M).to(tl.pointer_type(tl.float32))
     least = tl.zeros([BT], tl.int32)
     for j in range(M):  # the lowest key from `least` on: those below it wrap around to large numbers
         ahead = (key - least[:, None]).to(tl.uint32, bitcast=True)
@@ -176,6 +178,21 @@ def _count_before(x, i, scores, indices, part, size, SIZE: tl.constexpr, BR: tl.
         k = tl.load(indices + part * SIZE + j, mask=j < size, other=LARGEST)
         count += tl.sum(_before(y[:, None, :], k[:, None, :], x[:, :, None], i[:, :, None]).to(tl.int32), 2)
     return count
+
+
+@triton.jit
+def _rank(x, i, scores, indices, part, M: tl.constexpr, BR: tl.constexpr):
+    """Place of every element of `[2, M]` in the order of `_before`; `scores` and `indices` are room for as many."""
+    if M <= BR:
+        rank = _ranks(x, i)
+    else:
+        at = part * M + tl.arange(0, M)[None, :]
+        tl.debug_barrier()
+        tl.store(scores + at, x)
+        tl.store(indices + at, i)
+        tl.debug_barrier()
+        rank = _count_before(x, i, scores, indices, part, M, M, BR)
+    return rank
 
 
 @triton.jit
@@ -238,13 +255,11 @@ def _add_rows(
     return total + tl.sum(x * weight[:, None], 0)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "total", "begin"])
 def _finish(
     q,
     keys,
-    found,
-    bounds,
-    scratch,
+    work,
     pairs,
     index,
     half,
@@ -258,17 +273,20 @@ def _finish(
     T,
     H,
     n,
+    total,
+    begin,
     eps,
-    TOP: tl.constexpr,
-    M: tl.constexpr,
-    BC: tl.constexpr,
-    BM: tl.constexpr,
-    BR: tl.constexpr,
-    BK: tl.constexpr,
     F: tl.constexpr,
-    BF: tl.constexpr,
+    M: tl.constexpr,
     BLOCKS: tl.constexpr,
     BN: tl.constexpr,
+    TOP: tl.constexpr,
+    BC: tl.constexpr,
+    BM: tl.constexpr,
+    ROOM: tl.constexpr,
+    BR: tl.constexpr,
+    BK: tl.constexpr,
+    BF: tl.constexpr,
     PAIRS: tl.constexpr,
     BP: tl.constexpr,
     IDW: tl.constexpr,
@@ -279,11 +297,18 @@ def _finish(
     PLACED: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """One token and head: exact scores of the candidates, the best of each half, the best pairs, softmax (READ: and rows)."""
+    """One token and head: exact scores of the candidates, the best of each half, the best pairs, softmax (READ: and rows).
+
+    total: tokens times tables. begin: of the candidates in `work`.
+    """
     row = tl.program_id(0).to(tl.int64)
     g, h = row // (T * H), row % H
     own_q, own_keys = q + row * 2 * F, keys + (g * 2 * H + h) * n * F
     part, r = tl.arange(0, 2)[:, None], tl.arange(0, BM)[None, :]
+    found, size = work + begin, total.to(tl.int64) * BLOCKS
+    bounds = (found + size * M).to(tl.pointer_type(tl.float32))
+    own_scores = bounds + size * 2 + row * 4 * ROOM
+    own_places = (own_scores + 2 * ROOM).to(tl.pointer_type(tl.int32))
     # which candidates may be among the best
     j = tl.arange(0, BC)[None, :]
     at, inside = (row * 2 + part) * BLOCKS + j // M, j // M < BLOCKS
@@ -294,14 +319,16 @@ def _finish(
     away = (key & (LARGEST - (BN - 1))).to(tl.float32, bitcast=True)
     about = _ordered(tl.load(bounds + at * 2, mask=inside, other=0.0) - away, there)
     wrong = tl.max(tl.load(bounds + at * 2 + 1, mask=inside, other=0.0), 1)
-    rank = j + tl.zeros([2, BC], tl.int32) if BLOCKS == 1 else _ranks(about, i)
+    rank = j + tl.zeros([2, BC], tl.int32)  # a block's are in order
+    if BLOCKS > 1:
+        rank = _rank(about, i, own_scores, own_places, part, BC, BR)
     least = tl.min(tl.where(rank < TOP, about - CUT * away, float("inf")), 1) - 2 * wrong
     near = there & (about >= least[:, None])
     missed = (near & ((j % M == M - 1) | (rank >= BM)) & (n > M)) | (wrong == float("inf"))[:, None]
     some = near | (rank < TOP)
     own_index, own_half = index + row * 2 * TOP, half + row * 2 * TOP
-    own_scores, own_places = scratch + row * 4 * BM, (scratch + row * 4 * BM + 2 * BM).to(tl.pointer_type(tl.int32))
     if BM < BC:
+        tl.debug_barrier()
         tl.store(own_places + part * BM + rank, i, mask=some & (rank < BM))
         tl.debug_barrier()
         some = r < tl.sum(some.to(tl.int32), 1)[:, None]
@@ -309,13 +336,7 @@ def _finish(
         tl.debug_barrier()
     score = _scores(own_q, own_keys, i, some, H, n, eps, F, BM, BF, IDW)
     i = tl.where(some, i, n + r)
-    if BM <= BR:
-        rank = _ranks(score, i)
-    else:
-        tl.store(own_scores + part * BM + r, score)
-        tl.store(own_places + part * BM + r, i)
-        tl.debug_barrier()
-        rank = _count_before(score, i, own_scores, own_places, part, BM, BM, BR)
+    rank = _rank(score, i, own_scores, own_places, part, BM, BR)
     tl.store(own_index + part * TOP + rank, i, mask=rank < TOP)
     tl.store(own_half + part * TOP + rank, score, mask=rank < TOP)
     if tl.max(tl.max(missed.to(tl.int32), 1), 0) > 0:  # one that is no candidate may be among the best: score all
@@ -327,17 +348,17 @@ def _finish(
             tl.store(own_scores + part * BM + r, score)
             tl.store(own_places + part * BM + r, i)
             tl.debug_barrier()
-            size = tl.where(b > 0, TOP, 0)
-            old = tl.load(own_half + part * TOP + o, mask=o < size, other=float("-inf"))
-            old_i = tl.load(own_index + part * TOP + o, mask=o < size, other=LARGEST)
+            listed = tl.where(b > 0, TOP, 0)
+            old = tl.load(own_half + part * TOP + o, mask=o < listed, other=float("-inf"))
+            old_i = tl.load(own_index + part * TOP + o, mask=o < listed, other=LARGEST)
             rank = _count_before(score, i, own_scores, own_places, part, BM, BM, BR)
-            rank += _count_before(score, i, own_half, own_index, part, size, TOP, BR)
+            rank += _count_before(score, i, own_half, own_index, part, listed, TOP, BR)
             old_rank = o + _count_before(old, old_i, own_scores, own_places, part, BM, BM, BR)
             tl.debug_barrier()
             tl.store(own_index + part * TOP + rank, i, mask=rank < TOP)
             tl.store(own_half + part * TOP + rank, score, mask=rank < TOP)
-            tl.store(own_index + part * TOP + old_rank, old_i, mask=(o < size) & (old_rank < TOP))
-            tl.store(own_half + part * TOP + old_rank, old, mask=(o < size) & (old_rank < TOP))
+            tl.store(own_index + part * TOP + old_rank, old_i, mask=(o < listed) & (old_rank < TOP))
+            tl.store(own_half + part * TOP + old_rank, old, mask=(o < listed) & (old_rank < TOP))
     # the best pairs
     tl.debug_barrier()
     total, slot = _pair_sums(pairs, own_index, own_half, tl.arange(0, PAIRS), n, TOP)
@@ -402,10 +423,16 @@ def _read(
 
 
 @functools.cache
+def _pair_places(top_k: int) -> list[tuple[int, int]]:
+    """Places in two sorted lists whose sum can be among the `top_k` best."""
+    return [(a, b) for a in range(top_k) for b in range(top_k) if (a + 1) * (b + 1) <= top_k]
+
+
+@functools.cache
 def _pairs(top_k: int, device: torch.device) -> Tensor:
-    """Places (a, b) in two sorted lists whose sum can be among the `top_k` best, a + 256 b; -1 behind them."""
-    pairs = [a + 256 * b for a in range(top_k) for b in range(top_k) if (a + 1) * (b + 1) <= top_k]
-    padded = pairs + [-1] * (triton.next_power_of_2(max(len(pairs), 16)) - len(pairs))
+    """The same as a + 256 b; -1 behind them."""
+    pairs = [a + 256 * b for a, b in _pair_places(top_k)]
+    padded = pairs + [-1] * (max(16, triton.next_power_of_2(len(pairs))) - len(pairs))
     return torch.tensor(padded, dtype=torch.int32, device=device)
 
 
@@ -434,95 +461,109 @@ def search_and_read(
     return out, _search(q, keys, top_k, score, eps, (table, rows, place, kept, out))
 
 
+class _Plan(NamedTuple):
+    """Blocks of a search, found once for every kind of call."""
+
+    tables: int  # of sub-keys of one memory: 2 H
+    rows: int  # sub-keys of a table, padded
+    size: int  # of a sub-key, padded
+    candidates: int  # of a token, head and half
+    block_t: int
+    prepare: dict[str, int]
+    score: dict[str, int]
+    finish: dict[str, int]
+
+
+@functools.cache
+def _plan(top_k: int, heads: int, n: int, half_size: int, many: bool) -> _Plan:
+    power = triton.next_power_of_2
+    block_n = min(MOST_IN_BLOCK, max(16, power(n)))
+    blocks = triton.cdiv(n, block_n)
+    candidates = min(top_k + SPARE, block_n)
+    rows, size, block_m = blocks * block_n, triton.cdiv(half_size, 32) * 32, max(16, power(top_k + 1))
+    block_c = max(16, power(blocks * candidates))
+    pairs = max(16, power(len(_pair_places(top_k))))
+    shared = {"F": half_size, "M": candidates, "BLOCKS": blocks, "BN": block_n}
+    return _Plan(
+        2 * heads,
+        rows,
+        size,
+        blocks * candidates,
+        block_t := 64 if many else 16,
+        {"F": half_size, "FP": size, "NP": rows, "ROWS": 16, "BF": 32},
+        {**shared, "FP": size, "BT": block_t, "BF": 32, "num_warps": 8, "num_stages": 3},
+        {
+            **shared,
+            "TOP": top_k,
+            "BC": block_c,
+            "BM": block_m,
+            "ROOM": max(block_m, block_c),
+            "BR": 16,
+            "BK": max(16, power(top_k)),
+            "BF": min(32, power(half_size)),
+            "PAIRS": pairs,
+            "BP": min(32, pairs),
+            "num_warps": 1 if block_m <= 16 else 4 if block_m <= 64 else 8,
+        },
+    )
+
+
 def _search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float, reading: Any) -> Found:
     groups, tokens, heads, size = q.shape
     n, half_size = keys.shape[3], size // 2
+    plan, idw = _plan(top_k, heads, n, half_size, groups * tokens * heads >= 1 << 12), score == "idw"
     q, keys = q.contiguous(), keys.contiguous()
-    block_n = min(MOST_IN_BLOCK, max(16, triton.next_power_of_2(n)))
-    blocks = triton.cdiv(n, block_n)
-    candidates = min(top_k + SPARE, block_n)
-    block_f = 32
-    size_f = triton.cdiv(half_size, block_f) * block_f
-    tables = groups * 2 * heads
-    rounded = q.new_empty(tables, blocks * block_n, size_f, dtype=torch.float32 if INTERPRETING else torch.float16)
-    squares, lost = q.new_empty(2, *rounded.shape[:2], dtype=torch.float32)
-    shape = (groups, tokens, heads, 2)
-    best = q.new_empty(*shape, blocks, candidates, dtype=torch.int32)
-    bounds = q.new_empty(*shape, blocks, 2, dtype=torch.float32)
+    tables, total = groups * plan.tables, groups * tokens * plan.tables
+    rounded = torch.empty(
+        tables * plan.rows * plan.size, dtype=torch.float32 if INTERPRETING else torch.float16, device=q.device
+    )
+    work = torch.empty(  # lengths of sub-keys, candidates, their bounds, room to sort
+        2 * tables * plan.rows + total * (plan.candidates + 2 * plan.finish["BLOCKS"] + 2 * plan.finish["ROOM"]),
+        dtype=torch.int32,
+        device=q.device,
+    )
+    shape = (groups, tokens, heads, top_k)
+    halves = (groups, tokens, heads, 2, top_k)
     found = Found(
-        q.new_empty(*shape[:3], top_k, dtype=torch.int32),
-        q.new_empty(*shape[:3], top_k, dtype=torch.float32),
-        q.new_empty(*shape, top_k, dtype=torch.int32),
-        q.new_empty(*shape, top_k, dtype=torch.float32),
+        torch.empty(shape, dtype=torch.int32, device=q.device),
+        torch.empty(shape, dtype=torch.float32, device=q.device),
+        torch.empty(halves, dtype=torch.int32, device=q.device),
+        torch.empty(halves, dtype=torch.float32, device=q.device),
     )
     pairs = _pairs(top_k, q.device)
-    idw = score == "idw"
-    block_t = 64 if groups * tokens * heads >= 1 << 12 else 16
-    block_m = max(16, triton.next_power_of_2(top_k + 1))
-    scratch = q.new_empty(*shape[:3], 4, block_m, dtype=torch.float32)
     with on_device(q):
-        _prepare[(tables, rounded.shape[1] // 16)](
-            keys, rounded, squares, lost, n, F=half_size, FP=size_f, NP=rounded.shape[1], ROWS=16, BF=block_f
-        )
-        _candidates[(triton.cdiv(tokens, block_t), 2 * heads * blocks, groups)](
-            q,
-            rounded,
-            squares,
-            lost,
-            best,
-            bounds,
-            tokens,
-            heads,
-            n,
-            UNSURE,
-            M=candidates,
-            F=half_size,
-            FP=size_f,
-            BLOCKS=blocks,
-            BN=block_n,
-            BT=block_t,
-            BF=block_f,
-            IDW=idw,
-            num_warps=8,
-            num_stages=3,
-        )
+        _prepare[(tables, plan.rows // 16)](keys, rounded, work, n, **plan.prepare)
+        grid = (-(-tokens // plan.block_t), plan.tables * plan.score["BLOCKS"], groups)
+        _candidates[grid](q, rounded, work, tokens, heads, n, total, UNSURE, **plan.score, IDW=idw)
         _finish[(groups * tokens * heads,)](
             q,
             keys,
-            best,
-            bounds,
-            scratch,
+            work,
             pairs,
             *(found.index, found.half, found.slots, found.weights),
             *(reading or (None,) * 5),
             tokens,
             heads,
             n,
+            total,
+            2 * tables * plan.rows,
             eps,
-            TOP=top_k,
-            M=candidates,
-            BC=max(16, triton.next_power_of_2(blocks * candidates)),
-            BM=block_m,
-            BR=16,
-            BK=max(16, triton.next_power_of_2(top_k)),
-            F=half_size,
-            BF=min(32, triton.next_power_of_2(half_size)),
-            BLOCKS=blocks,
-            BN=block_n,
-            PAIRS=pairs.shape[0],
-            BP=min(32, pairs.shape[0]),
+            **plan.finish,
             IDW=idw,
             **_row_options(top_k, reading[0] if reading else None),
             READ=reading is not None,
             PLACED=reading is not None and reading[2] is not None,
             KEEP=reading is not None and reading[3] is not None,
-            num_warps=1 if block_m <= 16 else 4 if block_m <= 64 else 8,
         )
     return found
 
 
 def _row_options(entries: int, table: Tensor | None) -> dict[str, int]:
-    size = 1 if table is None else table.shape[1]
+    return _row_blocks(entries, 1 if table is None else table.shape[1])
+
+
+@functools.cache
+def _row_blocks(entries: int, size: int) -> dict[str, int]:
     return {
         "V": size,
         "BE": min(16, max(8, triton.next_power_of_2(entries))),
