@@ -1,8 +1,7 @@
 """LaCT on a GPU: batched matrix products of the library, one Triton kernel between them, backward by recomputation.
 
-What tokens read needs only the weights before their chunk, so reading is apart from the chain of updates and runs over
-many chunks at once. An update is five launches: k and v against the weights, the rows that are written, their products with
-k and v, and the step of the weights. The weights before every chunk are kept for the backward pass, nothing of its inside.
+What tokens read needs only the weights before their chunk, so reading is apart from the chain of updates (see `chain.py`)
+and runs over many chunks at once. The weights before every chunk are kept for the backward pass, nothing of its inside.
 Products are bfloat16 for bfloat16 inputs and float32 otherwise; weights, sums, directions and rates are float32.
 
 R are rows of the batched products: sequences times heads. Flat matrices `[R, 3 M D]` hold W0, W2, W1 (see `passes.py`).
@@ -223,14 +222,17 @@ def _read_tiles_backward(d_o: Tensor, q: Tensor, flat: Tensor, size: int, hidden
     torch.bmm(d_o.mT, d_hidden, out=d_w1)
 
 
-def _chain(kind: Any, call: _Call, k: Tensor, rates: int, flags: tuple[bool, ...], places: list[list[int]]) -> Any:
+Flags = tuple[bool, bool, bool, bool, bool]
+
+
+def _chain(kind: Any, call: _Call, k: Tensor, rates: int, flags: Flags, places: list[list[int]]) -> Any:
     """Buffers and launches for a call; flags: momentum, muon, prenorm, keep, ragged. places: of its first two chunks."""
     aligned = all(place[i] % 16 == 0 for place in places for i in passes.ALIGNED_SLOTS)
     shape = Shape(call.steps[0], call.heads, k.shape[-2], call.size, call.hidden, rates, *flags, aligned, k.dtype)
     return chain_for(kind, shape, k.device)
 
 
-def _at(slots: Iterable[tuple[Any, Tensor | None]], tiles: Iterable[tuple[Any, Tensor]] = ()) -> list[int]:
+def _places(slots: Iterable[tuple[Any, Tensor | None]], tiles: Iterable[tuple[Any, Tensor]] = ()) -> list[int]:
     """Addresses by slot, for `passes.Table`. tiles: `[R, C, F]` with any strides but the last."""
     place = [0] * passes.SLOTS
     for slot, x in slots:
@@ -279,7 +281,7 @@ def _forward(
 
     def place(i: int) -> list[int]:
         rates, kept = _parts(all_gates[i], steps[i])
-        return _at(
+        return _places(
             [
                 (passes.RATES, rates), (passes.KEPT, kept), (passes.FULL, None if full is None else full[i]),
                 (passes.SAVED, blocks[i + 1]), (passes.LENGTHS, None if all_lengths is None else all_lengths[i]),
@@ -380,7 +382,7 @@ def _backward(
 
     def place(i: int) -> list[int]:
         (rates, kept), (d_rates, d_kept) = (_parts(x[i], steps[i]) for x in (all_gates, all_d_gates))
-        return _at(
+        return _places(
             [
                 (passes.RATES, rates), (passes.KEPT, kept), (passes.FULL, None if full is None else full[i]),
                 (passes.SAVED, blocks[i]), (passes.AFTER, blocks[i + 1]), (passes.LENGTHS, all_lengths[i]),
