@@ -114,6 +114,7 @@ def singular_values() -> dict[str, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--public", type=Path, help="checkout of the public code")
+    parser.add_argument("--rows", nargs="*", help="rows to measure, all by default")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", type=Path, default=Path("runs/lact"))
     parser.add_argument("--no-lengths", action="store_true", help="do not time other lengths, do not plot")
@@ -134,6 +135,7 @@ def main() -> None:
         function = load(args.public)
         for name, muon in (("public", False), ("public, Muon", True)):
             rows[name] = Row(public_inputs, public(function, muon), flops=functools.partial(flops, muon))
+    rows = {name: row for name, row in rows.items() if args.rows is None or name in args.rows}
     args.out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {"versions": versions(), "errors": {}, "times": {}, "lengths": {}}
     console.print("  ".join(f"{name} {version}" for name, version in results["versions"].items()))

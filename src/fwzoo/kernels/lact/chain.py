@@ -1,12 +1,12 @@
 """The chain of LaCT's updates on a GPU, one chunk after the other, forward and backward, on buffers of its own.
 
-A chunk is a dozen short launches, and launching them from Python takes longer than running them. So every chunk is copied
-into the same buffers and the launches between are one CUDA graph, captured when a shape comes for the second time and
-replayed for every chunk from then on. The first call of a shape, ragged documents, and calls within a capture of the
-caller's own run the same launches one by one.
+A chunk is a dozen short launches, and launching them from Python takes longer than running them. So they work on the same
+buffers for every chunk and find its tensors by a table of addresses on the device (`passes.Table`): one CUDA graph, captured
+when a shape comes for the second time and replayed for every chunk from then on. The first call of a shape, ragged
+documents, and calls within a capture of the caller's own run the same launches one by one.
 
 R are rows of the batched products: sequences times heads, n of them active. Flat matrices `[R, 3 M D]` hold W0, W2, W1 (see
-`passes.py`). The gates of a chunk are flat too: rates `[3, n, C, L]`, then the share `[n]` of the last direction that is kept.
+`passes.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Shape:
     Attributes:
         rows: R. heads, chunk, size, hidden: H, C, D, M. rates: L.
         momentum, muon, prenorm: as in `Options`. keep: whether a backward pass follows. ragged: whether `full` is looked at.
-        dtype: of the products.
+        aligned: as in `passes.Table`. dtype: of the products.
     """
 
     rows: int
@@ -49,6 +49,7 @@ class Shape:
     prenorm: bool
     keep: bool
     ragged: bool
+    aligned: bool
     dtype: torch.dtype
 
     @property
@@ -64,15 +65,6 @@ class Shape:
     def split(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """W0 over W2 `[R, 2 M, D]`, and W1 `[R, D, M]`."""
         return split(flat, self.size, self.hidden)
-
-    def gates(self, flat: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        """Rates `[3, n C, L]` and what is kept `[n]`."""
-        cut = 3 * n * self.chunk * self.rates
-        return flat[:cut].view(3, n * self.chunk, self.rates), flat[cut : cut + n]
-
-    def gate_count(self, n: int) -> int:
-        """Numbers of the gates of a chunk."""
-        return n * (3 * self.chunk * self.rates + 1)
 
 
 class Chain:
@@ -91,10 +83,10 @@ class Chain:
         self._stream: Any = None
         rows, narrow = shape.rows, functools.partial(torch.empty, dtype=shape.dtype, device=device)
         wide = functools.partial(torch.empty, dtype=torch.float32, device=device)
+        self.table = passes.Table(device, shape.aligned)
         self.k, self.v = narrow(rows, shape.chunk, shape.size), narrow(rows, shape.chunk, shape.size)
-        self.gates = wide(shape.gate_count(rows))
-        self.norms, self.lengths = wide(rows, shape.lines), wide(rows, shape.lines)
-        self.full = torch.empty(rows // shape.heads, dtype=torch.int32, device=device) if shape.ragged else None
+        self.norms = wide(rows, shape.lines)
+        self.kept = wide(rows)
         self.allocate(narrow, wide)
 
     def allocate(self, narrow: Callable[..., Tensor], wide: Callable[..., Tensor]) -> None:
@@ -104,6 +96,20 @@ class Chain:
     def launch(self, n: int) -> None:
         """One chunk of n rows."""
         raise NotImplementedError
+
+    def _rates(self, n: int) -> Tensor:
+        """The rates `[3, n C, L]`, where torch looks at them."""
+        rates = self.norms.new_empty(3, n * self.shape.chunk, self.shape.rates)
+        self.table.move(passes.RATES, rates.flatten(0, 1))
+        return rates
+
+    def _alive(self, n: int) -> Tensor | None:
+        """Whose chunk is full, bool `[n, 1]`; None for all."""
+        if not self.shape.ragged:
+            return None
+        full = torch.empty(1, n // self.shape.heads, dtype=torch.int32, device=self._device)
+        self.table.move(passes.FULL, full)
+        return full[0].bool().repeat_interleave(self.shape.heads, output_size=n)[:, None]
 
     def run(self, n: int) -> None:
         """One chunk: a replay where there is a graph, or one can be captured now."""
@@ -166,17 +172,11 @@ def first(x: Tensor, n: int) -> Tensor:
     return x if n == x.shape[0] else x[:n]
 
 
-def _alive(full: Tensor, heads: int, n: int) -> Tensor:
-    return full.bool().repeat_interleave(heads)[:n, None]
-
-
 class Forward(Chain):
-    """Updates.
+    """Updates. The table has all of `passes.written` and `passes.step_weights`, KEYS and VALUES.
 
     Attributes:
-        k, v, gates, full: of the chunk. norms: of the rows in the beginning.
-        weights, sums, last: float32, advanced. narrow: the weights in the products' dtype. lengths: norms of the rows before
-            they were rescaled. direction: that of the chunk in the products' dtype.
+        weights, sums, last: float32, advanced. narrow: the weights in the products' dtype. norms: of the rows in the beginning.
     """
 
     def allocate(self, narrow: Callable[..., Tensor], wide: Callable[..., Tensor]) -> None:
@@ -186,137 +186,139 @@ class Forward(Chain):
         self.sums = wide(rows, entries) if shape.prenorm else self.weights
         self.last = wide(rows, entries) if shape.momentum else None
         self.narrow, self.step = narrow(rows, entries), narrow(rows, entries)
-        self.direction = narrow(rows, entries) if shape.muon or (shape.momentum and shape.keep) else None
         self.both, self.error = narrow(rows, chunk, 2 * hidden), narrow(rows, chunk, hidden)
 
     def launch(self, n: int) -> None:
-        shape, k, v, both, error, step = (
-            self.shape,
-            *(x[:n] for x in (self.k, self.v, self.both, self.error, self.step)),
-        )
-        hidden, (w02, w1) = shape.hidden, shape.split(self.narrow[:n])
-        rates, kept = shape.gates(self.gates, n)
+        shape, table = self.shape, self.table
+        k, v, both, error, step = (first(x, n) for x in (self.k, self.v, self.both, self.error, self.step))
+        hidden, (w02, w1) = shape.hidden, shape.split(first(self.narrow, n))
+        table.advance()
+        table.move(passes.KEYS, k)
+        table.move(passes.VALUES, v)
         torch.bmm(k, w02.mT, out=both)
         torch.bmm(v, w1, out=error)
-        passes.written(both, error, rates)
+        passes.written(table, both, error, shape.rates > 1)
         step02, step1 = shape.split(step)
         if shape.rates == 1:
             torch.bmm(both.mT, k, out=step02)
         else:
+            rates = self._rates(n)
             for j, part in ((0, slice(None, hidden)), (2, slice(hidden, None))):
                 torch.bmm(both[..., part].mT, _scaled(k, rates[j]), out=step02[:, part])
         torch.bmm(v.mT, error, out=step1)
-        last, direction = self.last, self.direction
+        last = self.last
         if shape.muon:
-            assert direction is not None
-            self._direct(step, kept, n)
-            step, last, direction = orthogonal(direction[:n], shape.size, hidden)[0], None, None
+            step = self._direct(step, n)
+            if shape.keep:
+                table.move(passes.DIRECTION, step, out=True)
+            step, last = orthogonal(step, shape.size, hidden)[0], None
         passes.step_weights(
-            step, last, kept, self.full, shape.heads, self.sums, self.weights, self.norms, self.narrow,
-            self.lengths if shape.keep else None, direction, shape.size, hidden,
+            table, step, last, shape.ragged, shape.heads, self.sums, self.weights, self.norms, self.narrow, shape.keep,
+            shape.size, hidden,
         )  # fmt: skip
 
-    def _direct(self, step: Tensor, kept: Tensor, n: int) -> None:
+    def _direct(self, step: Tensor, n: int) -> Tensor:
         """The direction with its momentum, which also replaces the last one: what Newton-Schulz gets."""
-        assert self.direction is not None
         if self.last is None:
-            self.direction[:n].copy_(step)
-            return
-        last = self.last[:n]
+            return step
+        last, kept = first(self.last, n), first(self.kept, n)
+        self.table.move(passes.KEPT, kept[None])
         new = torch.addcmul(step, kept[:, None], last)
-        if self.full is not None:
-            new = torch.where(_alive(self.full, self.shape.heads, n), new, last)
+        if (alive := self._alive(n)) is not None:
+            new = torch.where(alive, new, last)
         last.copy_(new)
-        self.direction[:n].copy_(new)
+        return new.to(step.dtype)
 
 
 class Backward(Chain):
-    """The backward pass of `Forward`, last chunk first.
+    """The backward pass of `Forward`, last chunk first. The table has all of `passes.written_backward` and
+    `passes.step_weights_backward`, KEYS, VALUES, D_KEYS, D_VALUES, D_KEPT and, with Muon, DIRECTION.
 
     Attributes:
-        k, v, gates, full, norms, lengths: as there. before, after: weights before and after the chunk. last: direction of
-            the chunk before. direction: that of this chunk (with Muon). read: gradient of `after` from its reads.
-        d_weights, d_sums, d_last, d_norms: float32, gradients behind the chunk, become those before it.
+        norms: as there. d_weights, d_sums, d_last, d_norms: float32, gradients behind the chunk, become those before it.
         d_write: gradient of the weights from the chunk's own products, not yet in d_weights.
-        d_k, d_v, d_gates: of the chunk.
+        read: where READ can point for ragged documents.
     """
 
     def allocate(self, narrow: Callable[..., Tensor], wide: Callable[..., Tensor]) -> None:
         shape = self.shape
         rows, chunk, hidden, entries = shape.rows, shape.chunk, shape.hidden, shape.entries
-        self.before, self.after, self.read, self.d_write = (narrow(rows, entries) for _ in range(4))
-        self.last = narrow(rows, entries) if shape.momentum else None
-        self.direction = narrow(rows, entries) if shape.muon else None
+        self.d_write, self.beside = narrow(rows, entries), narrow(rows, 2 * entries)
+        self.read = narrow(rows if shape.ragged else 0, entries)
         self.d_weights = wide(rows, entries)
         self.d_sums = wide(rows, entries) if shape.prenorm else None
         self.d_last = wide(rows, entries) if shape.momentum else None
-        self.d_norms, self.parts = torch.empty_like(self.norms), torch.empty_like(self.norms)
-        self.d_k, self.d_v, self.d_gates = (torch.empty_like(x) for x in (self.k, self.v, self.gates))
+        self.d_norms, self.parts, self.d_kept = torch.empty_like(self.norms), torch.empty_like(self.norms), wide(rows)
         self.four, self.two = narrow(rows, chunk, 4 * hidden), narrow(rows, chunk, 2 * hidden)
-        self.beside, self.d_step = narrow(rows, 2 * entries), wide(rows, entries) if shape.muon else None
+        self.d_step = wide(rows, entries) if shape.muon else None
+        self.last = narrow(rows, entries) if shape.muon and shape.momentum else None
+        self.direction = narrow(rows, entries) if shape.muon else None
 
     def launch(self, n: int) -> None:
-        shape, k, v, d_k, d_v, four, two = (
-            self.shape,
-            *(x[:n] for x in (self.k, self.v, self.d_k, self.d_v, self.four, self.two)),
-        )
-        size, hidden = shape.size, shape.hidden
-        (rates, kept), (d_rates, d_kept) = shape.gates(self.gates, n), shape.gates(self.d_gates, n)
+        shape, table = self.shape, self.table
+        k, v, four, two = (first(x, n) for x in (self.k, self.v, self.four, self.two))
+        size, hidden, beside = shape.size, shape.hidden, first(self.beside, n)
+        table.advance()
+        table.move(passes.KEYS, k)
+        table.move(passes.VALUES, v)
         passes.step_weights_backward(
-            n, self.d_weights, self.d_sums, self.read, self.d_write, None if shape.muon else self.d_last, self.last, kept,
-            self.full, shape.heads, self.after, None if shape.muon else self.before, self.lengths, self.norms, self.d_norms,
-            self.d_step if shape.muon else self.beside, self.parts, size, hidden,
+            table, n, self.d_weights, self.d_sums, self.d_write, None if shape.muon else self.d_last, shape.ragged,
+            shape.heads, self.norms, self.d_norms, self.d_step, self.beside, self.parts, size, hidden,
         )  # fmt: skip
         cut = 4 * hidden * size
-        beside02 = self.beside[:n, :cut].unflatten(1, (4 * hidden, size))
-        beside1 = self.beside[:n, cut:].unflatten(1, (size, 2 * hidden))
+        beside02 = beside[:, :cut].unflatten(1, (4 * hidden, size))
+        beside1 = beside[:, cut:].unflatten(1, (size, 2 * hidden))
+        d_kept = first(self.d_kept, n)
         if shape.muon:
-            for at, x in ((0, self._d_direction(kept, d_kept, n)), (1, self.before[:n])):
-                x02, x1 = shape.split(x)
-                beside02[:, 2 * hidden * at : 2 * hidden * (at + 1)].copy_(x02)
-                beside1[..., hidden * at : hidden * (at + 1)].copy_(x1)
+            d02, d1 = shape.split(self._d_direction(d_kept, n))
+            beside02[:, : 2 * hidden].copy_(d02)
+            beside1[..., :hidden].copy_(d1)
         elif shape.momentum:
-            torch.sum(self.parts[:n], 1, out=d_kept)
-        else:
-            d_kept.zero_()
+            torch.sum(first(self.parts, n), 1, out=d_kept)
+        if shape.momentum:
+            table.move(passes.D_KEPT, d_kept[None], out=True)
         parts = ((0, slice(None, hidden)), (2, slice(hidden, 2 * hidden)))
         if shape.rates == 1:
             torch.bmm(k, beside02.mT, out=four)
         else:
+            rates = self._rates(n)
             torch.bmm(k, beside02[:, 2 * hidden :].mT, out=four[..., 2 * hidden :])
             for j, part in parts:
                 torch.bmm(_scaled(k, rates[j]), beside02[:, part].mT, out=four[..., part])
         torch.bmm(v, beside1, out=two)
-        passes.written_backward(four, two, rates, d_rates)
+        passes.written_backward(table, four, two, shape.rates > 1)
+        d02, d1 = shape.split(first(self.d_write, n))
+        torch.bmm(four[..., 2 * hidden :].mT, k, out=d02)
+        torch.bmm(v.mT, two[..., hidden:], out=d1)
         if shape.rates == 1:
-            torch.bmm(four, beside02, out=d_k)
+            torch.bmm(four, beside02, out=k)  # from here on k and v are their gradients
         else:
             d = torch.bmm(four[..., 2 * hidden :], beside02[:, 2 * hidden :]).float()
             for j, part in parts:
                 d_scaled = torch.bmm(four[..., part], beside02[:, part]).float()
-                d_rates[j] = (d_scaled * k).flatten(0, 1)
+                table.move(passes.D_RATES, (d_scaled * k).flatten(0, 1), out=True, offset=j * rates[j].numel())
                 d += d_scaled * rates[j].view(d.shape)
-            d_k.copy_(d)
-        torch.bmm(two, beside1.mT, out=d_v)
-        d02, d1 = shape.split(self.d_write[:n])
-        torch.bmm(four[..., 2 * hidden :].mT, k, out=d02)
-        torch.bmm(v.mT, two[..., hidden:], out=d1)
+            k.copy_(d)
+        torch.bmm(two, beside1.mT, out=v)
+        table.move(passes.D_KEYS, k, out=True)
+        table.move(passes.D_VALUES, v, out=True)
 
-    def _d_direction(self, kept: Tensor, d_kept: Tensor, n: int) -> Tensor:
+    def _d_direction(self, d_kept: Tensor, n: int) -> Tensor:
         """Through Newton-Schulz and the momentum: the gradient of the chunk's own direction."""
         shape = self.shape
         assert self.direction is not None and self.d_step is not None
-        direction = self.direction[:n]
+        direction = first(self.direction, n)
+        self.table.move(passes.DIRECTION, direction)
         _, trail = orthogonal(direction, shape.size, shape.hidden)
-        d = orthogonal_backward(self.d_step[:n], direction, trail, shape.size, shape.hidden)
+        d = orthogonal_backward(first(self.d_step, n), direction, trail, shape.size, shape.hidden)
         if self.d_last is None or self.last is None:
-            d_kept.zero_()
             return d
-        d_last, last = self.d_last[:n], self.last[:n]
+        d_last, last, kept = first(self.d_last, n), first(self.last, n), first(self.kept, n)
+        self.table.move(passes.LAST, last)
+        self.table.move(passes.KEPT, kept[None])
         d = d + d_last
         earlier = kept[:, None] * d
-        if self.full is not None:
-            alive = _alive(self.full, shape.heads, n)
+        if (alive := self._alive(n)) is not None:
             earlier, d = torch.where(alive, earlier, d_last), torch.where(alive, d, 0)
         torch.sum(d * last, 1, out=d_kept)
         d_last.copy_(earlier)

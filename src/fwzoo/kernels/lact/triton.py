@@ -1,8 +1,7 @@
 """LaCT on a GPU: batched matrix products of the library, one Triton kernel between them, backward by recomputation.
 
-What tokens read needs only the weights before their chunk, so reading is apart from the chain of updates and runs over
-many chunks at once. An update is five launches: k and v against the weights, the rows that are written, their products with
-k and v, and the step of the weights. The weights before every chunk are kept for the backward pass, nothing of its inside.
+What tokens read needs only the weights before their chunk, so reading is apart from the chain of updates (see `chain.py`)
+and runs over many chunks at once. The weights before every chunk are kept for the backward pass, nothing of its inside.
 Products are bfloat16 for bfloat16 inputs and float32 otherwise; weights, sums, directions and rates are float32.
 
 R are rows of the batched products: sequences times heads. Flat matrices `[R, 3 M D]` hold W0, W2, W1 (see `passes.py`).
@@ -11,7 +10,7 @@ R are rows of the batched products: sequences times heads. Flat matrices `[R, 3 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,7 +125,7 @@ def _scan(
 
 
 def _gates(rates: tuple[Tensor, ...], momentum: Tensor, steps: list[int]) -> Tensor:
-    """Every chunk's rates and mean momentum in one row, as `chain.Shape.gates` takes them apart."""
+    """Every chunk's rates and mean momentum in one row, as `_Call.gates` takes them apart."""
     kept = momentum.mean(-1)
     if kept.ndim == 2:
         return torch.cat([*(x.flatten(1) for x in rates), kept], 1).flatten()
@@ -197,9 +196,10 @@ class _Call:
             return self.before(saved)
         return self.groups(saved[: len(self.steps) * self.steps[0]], tokens)
 
-    def gates(self, x: Tensor, shape: Shape) -> Sequence[Tensor]:
-        """The gates of every chunk number."""
-        return x.split([shape.gate_count(n) for n in self.steps])
+    def gates(self, x: Tensor) -> Sequence[Tensor]:
+        """The gates of every chunk number: rates `[3, n, C, L]`, then `[n]`, the share of the last direction that is kept."""
+        each = x.numel() // sum(self.steps)
+        return x.split([each * n for n in self.steps])
 
 
 def _call(k: Tensor, steps: list[int], sizes: list[int]) -> _Call:
@@ -222,11 +222,43 @@ def _read_tiles_backward(d_o: Tensor, q: Tensor, flat: Tensor, size: int, hidden
     torch.bmm(d_o.mT, d_hidden, out=d_w1)
 
 
-def _shape(call: _Call, k: Tensor, rates: int, muon: bool, keep: bool, full: Any, sums: Any, last: Any) -> Shape:
-    return Shape(
-        call.steps[0], call.heads, k.shape[-2], call.size, call.hidden, rates, last is not None, muon, sums is not None,
-        keep, full is not None, k.dtype,
-    )  # fmt: skip
+Flags = tuple[bool, bool, bool, bool, bool]
+
+
+def _chain(kind: Any, call: _Call, k: Tensor, rates: int, flags: Flags, places: list[list[int]]) -> Any:
+    """Buffers and launches for a call; flags: momentum, muon, prenorm, keep, ragged. places: of its first two chunks."""
+    aligned = all(place[i] % 16 == 0 for place in places for i in passes.ALIGNED_SLOTS)
+    shape = Shape(call.steps[0], call.heads, k.shape[-2], call.size, call.hidden, rates, *flags, aligned, k.dtype)
+    return chain_for(kind, shape, k.device)
+
+
+def _places(slots: Iterable[tuple[Any, Tensor | None]], tiles: Iterable[tuple[Any, Tensor]] = ()) -> list[int]:
+    """Addresses by slot, for `passes.Table`. tiles: `[R, C, F]` with any strides but the last."""
+    place = [0] * passes.SLOTS
+    for slot, x in slots:
+        place[slot.value] = 0 if x is None else x.data_ptr()
+    for slot, x in tiles:
+        size = x.element_size()
+        place[slot.value : slot.value + 3] = [x.data_ptr(), x.stride(0) * size, x.stride(1) * size]
+    return place
+
+
+def _parts(gates: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Of a chunk's gates: where the rates begin, and the momentum `[n]`."""
+    return gates, gates[len(gates) - n :]
+
+
+def _walk(chain: Any, order: Sequence[int], steps: list[int], place: Callable[[int], list[int]], ragged: bool) -> None:
+    """Run the chunks in order; without ragged documents, each lies as far behind the last one as the second does."""
+    for j, i in enumerate(order):
+        if ragged or j == 0:
+            chain.table.aim(place(i), place(order[1]) if len(order) > 1 and not ragged else None)
+        chain.run(steps[i])
+
+
+def _dense(x: Tensor) -> Tensor:
+    """`x` as the kernels read it: the last axis without gaps."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _forward(
@@ -236,15 +268,31 @@ def _forward(
     """Outputs, new weights, sums and direction; then the weights before and after every chunk in the products' dtype, the
     norms of the rows before they were rescaled, and the directions.
     """
-    call, rates, (muon, keep) = _call(k, steps, sizes), sizes[3], (bool(x) for x in sizes[4:])
-    shape = _shape(call, k, rates, muon, keep, full, sums, last)
-    rows, chunk = steps[0], shape.chunk
-    saved = k.new_empty(sum(call.blocks), shape.entries)
+    call, (muon, keep) = _call(k, steps, sizes), (bool(x) for x in sizes[4:])
+    rows, chunk, entries = steps[0], k.shape[-2], weights.shape[1]
+    saved = k.new_empty(sum(call.blocks), entries)
     directed = keep and (muon or last is not None)
-    saved_last = k.new_empty(sum(call.blocks) if directed else 0, shape.entries)
-    lengths = norms.new_empty(sum(steps[: call.updates]) if keep else 0, shape.lines)
+    saved_last = k.new_empty(sum(call.blocks) if directed else 0, entries)
+    lengths = norms.new_empty(sum(steps[: call.updates]) if keep else 0, norms.shape[1])
     o, new = torch.empty_like(q), [x if x is None else x.clone() for x in (weights, sums, last)]
-    chain = chain_for(Forward, shape, k.device)
+    blocks, all_lengths = saved.split(call.blocks), lengths.split(steps[: call.updates]) if keep else None
+    directions, all_gates = saved_last.split(call.blocks) if directed else None, call.gates(gates)
+    keys, values = (call.chunks(_dense(x)) for x in (k, v))
+
+    def place(i: int) -> list[int]:
+        rates, kept = _parts(all_gates[i], steps[i])
+        return _places(
+            [
+                (passes.RATES, rates), (passes.KEPT, kept), (passes.FULL, None if full is None else full[i]),
+                (passes.SAVED, blocks[i + 1]), (passes.LENGTHS, None if all_lengths is None else all_lengths[i]),
+                (passes.DIRECTION, None if directions is None else directions[i + 1]),
+            ],
+            [(passes.KEYS, keys[i]), (passes.VALUES, values[i])],
+        )  # fmt: skip
+
+    flags = last is not None, muon, sums is not None, keep, full is not None
+    order = range(call.updates)
+    chain = _chain(Forward, call, k, sizes[3], flags, [place(i) for i in order[: None if full is not None else 2]])
     with chain.call():
         state = [
             (chain.weights, weights),
@@ -256,30 +304,17 @@ def _forward(
         for own, x in state:
             if own is not None and x is not None:
                 own.copy_(x[:rows])
-        saved[:rows].copy_(chain.narrow)
-        if directed and last is not None:
-            saved_last[:rows].copy_(last[:rows])
-        kept = [(chain.narrow, saved.split(call.blocks)[1:])]
-        if directed and chain.direction is not None:
-            kept.append((chain.direction, saved_last.split(call.blocks)[1:]))
-        all_lengths = lengths.split(steps[: call.updates]) if keep else None
-        chunks = zip(steps[: call.updates], *(call.chunks(x) for x in (k, v)), call.gates(gates, shape), strict=False)
-        for i, (n, own_k, own_v, own_gates) in enumerate(chunks):
-            torch._foreach_copy_([first(chain.k, n), first(chain.v, n)], [own_k, own_v])
-            first(chain.gates, len(own_gates)).copy_(own_gates)
-            if chain.full is not None and full is not None:
-                chain.full.copy_(full[i, : chain.full.shape[0]])
-            chain.run(n)
-            torch._foreach_copy_([blocks[i] for _, blocks in kept], [first(own, n) for own, _ in kept])
-            if all_lengths is not None:
-                all_lengths[i].copy_(first(chain.lengths, n))
+        blocks[0].copy_(chain.narrow)
+        if directions is not None and last is not None:
+            directions[0].copy_(last[:rows])
+        _walk(chain, order, steps, place, full is not None)
         for own, x in zip((chain.weights, chain.sums, chain.last), new, strict=True):
             if own is not None and x is not None:
                 x[:rows].copy_(own)
     for own_q, flat, out in zip(
         call.groups(q, chunk), call.groups_before(saved, chunk), call.groups(o, chunk), strict=True
     ):
-        _read_tiles(own_q, flat, shape.size, shape.hidden, out)
+        _read_tiles(own_q, flat, call.size, call.hidden, out)
     if not keep:
         saved = k.new_empty(0)
     none = norms.new_empty(0)
@@ -315,56 +350,73 @@ def _backward(
     norms: Tensor, last: Tensor | None, steps: list[int], sizes: list[int], o: Tensor, new_weights: Tensor,
     new_sums: Tensor, new_last: Tensor, saved: Tensor, lengths: Tensor, saved_last: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    call, rates, muon = _call(k, steps, sizes), sizes[3], bool(sizes[4])
-    shape = _shape(call, k, rates, muon, True, full, sums, last)
-    rows, chunk, size, hidden = steps[0], shape.chunk, shape.size, shape.hidden
+    call, muon = _call(k, steps, sizes), bool(sizes[4])
+    rows, chunk, size, hidden = steps[0], k.shape[-2], call.size, call.hidden
     ends = d_weights is None and d_sums is None and d_last is None  # the last chunk's update reaches nothing
     updates = call.updates - int(ends and call.updates == len(steps))
     make = torch.empty_like if updates == len(steps) else torch.zeros_like
-    d_q, d_k, d_v, d_gates, d_norms = torch.empty_like(q), make(k), make(v), make(gates), torch.zeros_like(norms)
+    d_q, d_k, d_v, d_norms = torch.empty_like(q), _dense(make(k)), _dense(make(v)), torch.zeros_like(norms)
+    d_gates = torch.zeros_like(gates)
     d_o = torch.zeros_like(o) if d_o is None else d_o
-    d_read = k.new_empty(sum(steps), shape.entries)
+    last_rows = steps[-1] if call.updates == len(steps) else 0  # nothing reads what the last chunk's update leaves
+    d_read = k.new_empty(sum(steps) + last_rows, saved.shape[1])
+    d_read[sum(steps) :].zero_()
     for own_d_o, own_q, flat, own_d_q, own_d in zip(
         *(call.groups(x, chunk) for x in (d_o, q)), call.groups_before(saved, chunk),
-        *(call.groups(x, chunk) for x in (d_q, d_read)), strict=True,
+        *(call.groups(x, chunk) for x in (d_q, d_read[: sum(steps)])), strict=True,
     ):  # fmt: skip
         _read_tiles_backward(own_d_o, own_q, flat, size, hidden, own_d_q, own_d)
     found = [
         None if x is None else torch.zeros_like(x) if d is None else d.clone()
         for x, d in ((weights, d_weights), (sums, d_sums), (last, d_last))
     ]
-    reads, blocks, all_lengths = d_read.split(steps), saved.split(call.blocks), lengths.split(steps[: call.updates])
-    directions = saved_last.split(call.blocks) if saved_last.numel() else []
-    tiles, all_gates = [call.chunks(x) for x in (k, v, d_k, d_v)], [call.gates(x, shape) for x in (gates, d_gates)]
-    chain = chain_for(Backward, shape, k.device)
+    reads, blocks, all_lengths = (
+        d_read.split([*steps, last_rows]),
+        saved.split(call.blocks),
+        lengths.split(steps[: call.updates]),
+    )
+    directions = saved_last.split(call.blocks) if saved_last.numel() else None
+    keys, values, d_keys, d_values = (call.chunks(x) for x in (_dense(k), _dense(v), d_k, d_v))
+    all_gates, all_d_gates = call.gates(gates), call.gates(d_gates)
+    chain: Backward
+
+    def place(i: int) -> list[int]:
+        (rates, kept), (d_rates, d_kept) = (_parts(x[i], steps[i]) for x in (all_gates, all_d_gates))
+        return _places(
+            [
+                (passes.RATES, rates), (passes.KEPT, kept), (passes.FULL, None if full is None else full[i]),
+                (passes.SAVED, blocks[i]), (passes.AFTER, blocks[i + 1]), (passes.LENGTHS, all_lengths[i]),
+                (passes.LAST, None if directions is None else directions[i]),
+                (passes.DIRECTION, None if directions is None else directions[i + 1]),
+                (passes.READ, reads[i + 1] if full is None else chain.read),
+                (passes.D_RATES, d_rates), (passes.D_KEPT, d_kept),
+            ],
+            [
+                (passes.KEYS, keys[i]), (passes.VALUES, values[i]), (passes.D_KEYS, d_keys[i]),
+                (passes.D_VALUES, d_values[i]),
+            ],
+        )  # fmt: skip
+
+    flags = last is not None, muon, sums is not None, True, full is not None
+    order = range(updates)[::-1]
+    places = [place(i) for i in order[:2]] if full is None else [[8] * passes.SLOTS]
+    chain = _chain(Backward, call, k, sizes[3], flags, places)
     with chain.call():
         state = [*zip((chain.d_weights, chain.d_sums, chain.d_last), found, strict=True), (chain.d_norms, d_norms)]
         for own, x in ((chain.norms, norms), *state):
             if own is not None and x is not None:
                 own.copy_(x[:rows])
         chain.d_write.zero_()
-        for i in reversed(range(updates)):
-            n, m = steps[i], steps[i + 1] if i + 1 < len(steps) else 0
-            own_k, own_v, own_d_k, own_d_v = (x[i] for x in tiles)
-            torch._foreach_copy_([first(chain.k, n), first(chain.v, n)], [own_k, own_v])
-            given = [(chain.before, first(blocks[i], n)), (chain.after, blocks[i + 1])]
-            if chain.last is not None:
-                given.append((chain.last, first(directions[i], n)))
-            if chain.direction is not None:
-                given.append((chain.direction, directions[i + 1]))
-            if m:
-                given.append((chain.read, reads[i + 1]))
-            torch._foreach_copy_([first(own, x.shape[0]) for own, x in given], [x for _, x in given])
-            first(chain.lengths, n).copy_(all_lengths[i])
-            if m < n:  # documents that end here
-                chain.read[m:n].zero_()
-                chain.d_write[m:n].zero_()
-            first(chain.gates, len(all_gates[0][i])).copy_(all_gates[0][i])
-            if chain.full is not None and full is not None:
-                chain.full.copy_(full[i, : chain.full.shape[0]])
-            chain.run(n)
-            torch._foreach_copy_([own_d_k, own_d_v], [first(chain.d_k, n), first(chain.d_v, n)])
-            all_gates[1][i].copy_(first(chain.d_gates, len(all_gates[1][i])))
+        if full is None:
+            _walk(chain, order, steps, place, False)
+        else:
+            chain.read.zero_()
+            for i in order:
+                n, m = steps[i], steps[i + 1] if i + 1 < len(steps) else 0
+                chain.d_write[m:n].zero_()  # of documents that end here
+                if m:
+                    chain.read[:m].copy_(reads[i + 1])
+                _walk(chain, [i], steps, place, True)
         for own, x in state:
             if own is not None and x is not None:
                 x[:rows].copy_(own)
