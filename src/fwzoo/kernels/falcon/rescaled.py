@@ -10,7 +10,7 @@ float16 inputs take), and the factors from middle to middle are at least 1e-32.
 
 What the kernels need of beta and v is made once (`_rescale`): b / R, R, and decays of every 8 rows, in
 chunks `[M, H, C, V]`. They walk over a segment `STEP` rows a step, the state in registers, value columns (for the gradients of queries
-and keys: key columns) as the rows of every product. Backward is the same walk from the end: pairs and readers, and the decays
+and keys: key columns) as the rows of every product. Backward is the same walk from the end: pairs and readers, and the ends
 of every step, change places. Segments, and the scan over their states: see `associative.py`.
 """
 
