@@ -752,8 +752,9 @@ def cut(kind: str, rows: int, columns: int, like: Tensor) -> tuple[int, dict[str
     """Columns of a state `[rows, columns]` that one program holds, and its launch options; by sizes and dtype alone."""
     room, warps, stages = CUTS[kind][like.dtype == torch.float32]
     least = 16
-    if kind == "walk":  # columns are rows of the products: Hopper's tensor cores take 64
-        least, stages = 64, min(stages, 2 if block(rows) > 128 else 3)
+    if kind == "walk":  # columns are rows of the products, of which Hopper's tensor cores take 64
+        large = block(rows) > 128  # then shared memory holds less
+        least, stages = 32 if large and like.dtype == torch.float32 else 64, min(stages, 2 if large else 3)
     return min(max(least, block(columns)), max(least, room // block(rows))), {"num_warps": warps, "num_stages": stages}
 
 

@@ -8,9 +8,9 @@ is linear attention whose decays change only from one 8 rows to the next: matrix
 rows and column. Nothing is neglected: 4 decays of 1e-4 (no decay floor may be smaller) make R at most 1e16, inside the range of bfloat16 and float32 (which
 float16 inputs take), and the factors from middle to middle are at least 1e-32.
 
-What the kernels need of beta and v is made once (`_rescale`): b / R, R, and the decay over both decays of every 8 rows, in
+What the kernels need of beta and v is made once (`_rescale`): b / R, R, and decays of every 8 rows, in
 chunks `[M, H, C, V]`. They walk over a segment `STEP` rows a step, the state in registers, value columns (for the gradients of queries
-and keys: key columns) as the rows of every product. Backward is the same walk from the end: pairs and readers, and the decays
+and keys: key columns) as the rows of every product. Backward is the same walk from the end: pairs and readers, and the ends
 of every step, change places. Segments, and the scan over their states: see `associative.py`.
 """
 
@@ -112,7 +112,7 @@ def _rescale(
 def _to_middle(decays, slot, d, g, behind, V: tl.constexpr, STEP: tl.constexpr, BACK: tl.constexpr):
     """Decay from the middle of the 8 rows before number g of a step to theirs, by column (BACK: numbered and seen from the end).
 
-    behind: decay over the second half of the 8 rows before the step.
+    behind: decay over the what of the 8 rows before the step lies behind their middle.
     """
     number, half = g, 0
     if BACK:
@@ -568,7 +568,7 @@ class Rescaled:
         launch(kernel, grid, **{**common, **blocks}, **arguments)
 
     def _rescale(self, after: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """b / R and R (`after` the decay of its token), and the decays over decays, see the kernel."""
+        """b / R and R (`after` the decay of its token), and decays of every 8 rows, see the kernel."""
         chunks, heads, size = self.ranks.chunks, self.q.shape[2], self.v.shape[3]
         dtype = torch.bfloat16 if self.q.dtype == torch.bfloat16 else torch.float32
         b, scale = (self.q.new_empty(chunks, heads, CHUNK, size, dtype=dtype) for _ in range(2))

@@ -98,7 +98,7 @@ def linear_attention(
     contract.check_values({"q": q, "k": k, "v": v, **gates}, mask)
     for gate in gates.values():
         contract.check_log_decay(gate, mask)
-    few = contract.few_tokens((q, k, v, log_decay, *state), mask, bounds)
+    few = q.shape[1] == 1 and contract.few_tokens((q, k, v, log_decay, *state), mask, bounds)
     run = LINEAR_ATTENTION.resolve(level, q.shape[1], (q, k, v), _limits(few, False))
     return run(q, k, v, log_decay, normalize, eps, state, mask, bounds)
 
