@@ -7,12 +7,16 @@ process then times every one of them, as it would have, only for shorter.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 SHARE = "FWZOO_BENCHMARK_SHARE"  # "2/12": the third of twelve workers
@@ -55,17 +59,42 @@ def prepare_autotuning() -> None:
     Autotuner.check_disk_cache = lambda self, key, configs, bench: bench() or False
 
 
-def compile_on_all_cores(script: str, calls: Sequence[Sequence[str]], shared: Sequence[Sequence[str]]) -> None:
+@contextlib.contextmanager
+def preparing() -> Iterator[None]:
+    """Within this context nothing on this machine is measured; benchmarks may prepare at the same time."""
+    with _locked(fcntl.LOCK_SH):
+        yield
+
+
+@contextlib.contextmanager
+def measuring() -> Iterator[None]:
+    """Within this context no other benchmark prepares or measures on this machine."""
+    with _locked(fcntl.LOCK_EX):
+        yield
+
+
+@contextlib.contextmanager
+def _locked(how: int) -> Iterator[None]:
+    with open(Path(tempfile.gettempdir()) / "fwzoo-benchmarks.lock", "w") as file:
+        fcntl.flock(file, how)
+        yield
+
+
+def compile_on_all_cores(
+    script: str, calls: Sequence[Sequence[str]], shared: Sequence[Sequence[str]], cores: int | None = None
+) -> None:
     """Run `script` with each of `calls`, and with each of `shared` once on every core, all at the same time."""
-    cores = max(2, (os.cpu_count() or 2) - 2)
-    running = [_start(script, call, None) for call in calls]
-    running += [_start(script, call, f"{part}/{cores}") for call in shared for part in range(cores)]
+    cores = cores or max(2, (os.cpu_count() or 2) - 2)
+    running = [start(script, call) for call in calls]
+    running += [start(script, call, f"{part}/{cores}") for call in shared for part in range(cores)]
     for process in running:
         process.wait()
 
 
-def _start(script: str, arguments: Sequence[str], share: str | None) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+def start(script: str, arguments: Sequence[str], share: str | None = None, **options: Any) -> subprocess.Popen[Any]:
+    """Run `script` in a process of its own that leaves the other cores alone."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
     if share is not None:
         environment[SHARE] = share
-    return subprocess.Popen([sys.executable, script, *arguments], env=environment, stdout=subprocess.DEVNULL)
+    options = {"stdout": subprocess.DEVNULL, **options}
+    return subprocess.Popen([sys.executable, script, *arguments], env=environment, **options)
