@@ -27,6 +27,7 @@ from typing import Any
 
 import peers
 import torch
+import torch._dynamo
 import transformers
 
 from fwzoo import FwzooConfig
@@ -86,7 +87,7 @@ def train(name: str, tokens: int, compiled: bool, options: argparse.Namespace) -
 
     start = time.perf_counter()
     for i in range(2):
-        step(i)
+        patiently(lambda i=i: step(i))
     torch.cuda.synchronize()
     first = time.perf_counter() - start
 
@@ -107,6 +108,19 @@ def train(name: str, tokens: int, compiled: bool, options: argparse.Namespace) -
         }
 
     return measure
+
+
+def patiently(step: Callable[[], object]) -> None:
+    """Run a step; other measurements prepare at the same time and may hold the card's memory for now."""
+    for _ in range(60):
+        try:
+            step()
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            time.sleep(2)
+        else:
+            return
+    raise RuntimeError("the card has too little memory for the models that are measured together; name fewer --models")
 
 
 def timed(step: Callable[[int], object], steps: int) -> float:
@@ -160,18 +174,25 @@ def decode(name: str, options: argparse.Namespace) -> Measure:
 
 
 def tasks_of(options: argparse.Namespace) -> list[tuple[str, str]]:
-    """Model and what is measured of it: "train T=1024 compiled", "train T=1024 eager" or "generate 512"."""
-    tasks = []
+    """Model and what is measured of it ("train T=1024 compiled", "generate 512"); of a peer only what others are compared with."""
+    tasks: list[tuple[str, str]] = []
     for name in options.models:
         ways = ("compiled", "eager") if options.eager or name in MAYBE_EAGER else ("compiled",)
         tasks += [(name, f"train T={tokens} {way}") for tokens in options.tokens for way in ways]
         if options.new_tokens and name not in MAYBE_EAGER:
             tasks.append((name, f"generate {options.new_tokens}"))
-    return tasks
+    needed = {(peer, task) for task, (peer, _) in BARS.items()}
+    return [
+        (name, what)
+        for name, what in tasks
+        if name not in PEERS or any(name == peer and what.startswith(task) for peer, task in needed)
+    ]
 
 
 def work(name: str, what: str, options: argparse.Namespace) -> None:
     """One measurement, in its process: prepare, say so, wait for a line, measure, print the figures as JSON."""
+    answers = os.fdopen(os.dup(1), "w")  # and what anything else prints goes to the log
+    os.dup2(2, 1)
     kind, *words = what.split()
     if kind == "train":
         measure = train(name, int(words[0].removeprefix("T=")), words[1] == "compiled", options)
@@ -181,9 +202,9 @@ def work(name: str, what: str, options: argparse.Namespace) -> None:
         return
     gc.collect()
     torch.cuda.empty_cache()
-    print(READY, flush=True)
+    print(READY, file=answers, flush=True)
     sys.stdin.readline()
-    print(json.dumps(measure()), flush=True)
+    print(json.dumps(measure()), file=answers, flush=True)
 
 
 class Worker:
@@ -262,6 +283,7 @@ def main() -> None:
         "--patience", type=float, default=600, help="seconds after which what is not compiled is left out"
     )
     parser.add_argument("--shares", type=int, help="processes that compile the peer's configurations")
+    parser.add_argument("--fewer", action="store_true", help="leave out the peer's configurations of four stages")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path("runs/models"))
     options = parser.parse_args()
@@ -269,12 +291,15 @@ def main() -> None:
     if options.work:
         if options.models[0] in MAYBE_EAGER:
             peers.without_guard()
-            peers.prepare_autotuning()
+            peers.prepare_autotuning()  # with what the first process said of fewer
         work(options.models[0], options.work, options)
         return
     if not peers.installed():
         print("flash-linear-attention is not installed: its model is left out")
         options.models = [name for name in options.models if name not in MAYBE_EAGER]
+    if options.fewer:
+        os.environ[peers.FEWER] = "1"
+        print("flash-linear-attention without its configurations of four pipeline stages")
     options.out = options.out.absolute()
     options.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []

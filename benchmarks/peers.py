@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 SHARE = "FWZOO_BENCHMARK_SHARE"  # "2/12": the third of twelve workers
+FEWER = "FWZOO_BENCHMARK_FEWER"
 
 
 def installed() -> bool:
@@ -34,11 +35,20 @@ def without_guard() -> None:
     module.IS_NVIDIA_HOPPER = False
 
 
-def prepare_autotuning() -> None:
-    """In a worker, compile this worker's share of the configurations; otherwise time each for 20 ms in place of 100."""
+def prepare_autotuning(fewer: bool = False) -> None:
+    """In a worker, compile this worker's share of the configurations; otherwise time each for 20 ms in place of 100.
+
+    fewer: leave out those that pipeline in four stages, which saves a third of the compiling, here and in the workers.
+    """
     import triton.testing
     from triton.runtime.autotuner import Autotuner
 
+    if fewer or FEWER in os.environ:
+        os.environ[FEWER] = "1"
+        prune = Autotuner.prune_configs
+        Autotuner.prune_configs = lambda self, given: (
+            [x for x in prune(self, given) if x.num_stages < 4] or prune(self, given)
+        )
     share = os.environ.get(SHARE)
     if share is None:
         Autotuner.do_bench = property(lambda self: functools.partial(triton.testing.do_bench, warmup=5, rep=20))
