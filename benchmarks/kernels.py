@@ -420,6 +420,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/kernels"))
     parser.add_argument("--no-lengths", action="store_true", help="do not time other lengths, do not plot")
     parser.add_argument("--no-decoding", action="store_true", help="do not time the decoding step")
+    parser.add_argument("--patience", type=float, default=600, help="seconds of compiling before anything is timed")
     parser.add_argument("--shares", type=int, help="processes that compile the peers' configurations")
     parser.add_argument("--fewer", action="store_true", help="leave out the peers' configurations of four stages")
     parser.add_argument("--compile", action="store_true", help="run each of the rows once, which compiles its kernels")
@@ -443,7 +444,9 @@ def main() -> None:
     ours, theirs = ([name for name in rows if name.startswith("fla ") == fla] for fla in (False, True))
     with peers.preparing():
         own = [["--compile", "--rows", name] for name in ours]
-        peers.compile_on_all_cores(__file__, own, [["--compile", "--rows", *theirs]] if theirs else [], args.shares)
+        peers.compile_on_all_cores(
+            __file__, own, [["--compile", "--rows", *theirs]] if theirs else [], args.shares, args.patience
+        )
     if args.fewer:
         console.print("flash-linear-attention without its configurations of four pipeline stages")
     console.print(f"compiled on {os.cpu_count()} cores in {time.perf_counter() - start:.0f} s")

@@ -248,7 +248,7 @@ def prepare(options: argparse.Namespace) -> list[Worker]:
     workers = {task: Worker(*task, options) for task in tasks if task[0] not in MAYBE_EAGER}
     if theirs := [task for task in tasks if task[0] in MAYBE_EAGER]:
         share = ["--models", theirs[0][0], "--work", "train T=1024 eager"]
-        peers.compile_on_all_cores(__file__, [], [share], options.shares)
+        peers.compile_on_all_cores(__file__, [], [share], options.shares, options.patience / 2)
         print(f"configurations compiled in {time.perf_counter() - begin:.0f} s", flush=True)
         workers |= {task: Worker(*task, options) for task in theirs}
     able = [workers[task] for task in tasks if workers[task].ready(begin + options.patience)]

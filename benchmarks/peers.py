@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,14 +92,25 @@ def _locked(how: int) -> Iterator[None]:
 
 
 def compile_on_all_cores(
-    script: str, calls: Sequence[Sequence[str]], shared: Sequence[Sequence[str]], cores: int | None = None
+    script: str,
+    calls: Sequence[Sequence[str]],
+    shared: Sequence[Sequence[str]],
+    cores: int | None = None,
+    patience: float = 600,
 ) -> None:
-    """Run `script` with each of `calls`, and with each of `shared` once on every core, all at the same time."""
+    """Run `script` with each of `calls`, and with each of `shared` once on every core, all at the same time.
+
+    What is not compiled after `patience` seconds is left to the process that measures.
+    """
+    end = time.perf_counter() + patience
     cores = cores or max(2, (os.cpu_count() or 2) - 2)
     running = [start(script, call) for call in calls]
     running += [start(script, call, f"{part}/{cores}") for call in shared for part in range(cores)]
     for process in running:
-        process.wait()
+        try:
+            process.wait(max(0.0, end - time.perf_counter()))
+        except subprocess.TimeoutExpired:
+            process.kill()
 
 
 def start(script: str, arguments: Sequence[str], share: str | None = None, **options: Any) -> subprocess.Popen[Any]:
