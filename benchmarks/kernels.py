@@ -215,8 +215,9 @@ def measure(row: Row, shape: Sequence[int], repeats: int, turns: int = 3, backwa
 
 
 def run_once(name: str) -> None:
-    """Forward and backward at every shape, and the step."""
-    for shape in SHAPES.values():
+    """Forward and backward at every shape (a peer's: at fewer tokens, which compiles the same kernels), and the step."""
+    for batch, tokens, *rest in SHAPES.values():
+        shape = (batch, 2048 if name.startswith("fla ") else tokens, *rest)
         inputs = [x.requires_grad_() for x in ROWS[name].inputs(*shape)]
         o = ROWS[name].run(*inputs)
         torch.autograd.grad(o, inputs, torch.randn_like(o))
@@ -228,7 +229,7 @@ def run_once(name: str) -> None:
 
 def gradient_error(row: Row) -> float:
     """Largest relative error of output and gradients against float64, on few tokens; the heads are those that are timed."""
-    inputs = [x.requires_grad_() for x in row.inputs(1, 256, *SHAPES["B4 T8192"][2:])]
+    inputs = [x.requires_grad_() for x in row.inputs(1, 1024, *SHAPES["B4 T8192"][2:])]
     wide = [x.detach().double().requires_grad_() for x in inputs]
     o, exact = row.run(*inputs), row.exact(*wide)  # type: ignore[misc]
     upstream = torch.randn_like(exact)
@@ -347,36 +348,8 @@ def plot(lengths: dict[str, dict[int, float]], path: Path, title: str = "B1 H16 
     figure.savefig(path)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--rows", nargs="*", default=list(ROWS), help="rows to measure, with the rows they are compared with"
-    )
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--out", type=Path, default=Path("runs/kernels"))
-    parser.add_argument("--no-lengths", action="store_true", help="do not time other lengths, do not plot")
-    parser.add_argument("--no-decoding", action="store_true", help="do not time the decoding step")
-    parser.add_argument("--compile", action="store_true", help="run each of the rows once, which compiles its kernels")
-    args = parser.parse_args()
-    if peers.installed():
-        peers.without_guard()
-        peers.prepare_autotuning()
-    else:
-        print("flash-linear-attention is not installed: its rows will fail, and nothing is compared with them")
-    if args.compile:
-        for name in args.rows:
-            run_once(name)
-        return
-    wanted = {peer for name in args.rows for peer in (name, *(ROWS[name].bars or {}))}
-    rows = {name: row for name, row in ROWS.items() if name in wanted}
-    args.out.mkdir(parents=True, exist_ok=True)
-    console = Console(width=150)
-    results: dict[str, Any] = {"versions": versions(), "gradients": {}, "shapes": {}, "lengths": {}}
-    console.print("  ".join(f"{name} {version}" for name, version in results["versions"].items()))
-    start = time.perf_counter()
-    ours, theirs = ([name for name in rows if name.startswith("fla ") == fla] for fla in (False, True))
-    peers.compile_on_all_cores(__file__, [["--compile", "--rows", x] for x in ours], [["--compile", "--rows", *theirs]])
-    console.print(f"compiled on {os.cpu_count()} cores in {time.perf_counter() - start:.0f} s")
+def measure_all(rows: dict[str, Row], args: argparse.Namespace, results: dict[str, Any], console: Console) -> None:
+    """Fill `results`, print the tables, and write both."""
     for name, row in rows.items():
         if row.exact is None:
             continue
@@ -397,6 +370,7 @@ def main() -> None:
                 console.print(f"{title} {name}: {type(error).__name__}: {str(error)[:300]}")
             gc.collect()
             torch.cuda.empty_cache()
+            (args.out / "kernels.json").write_text(json.dumps(results, indent=1))
         table = Table(
             "operator", "fwd ms", "fwd+bwd", "of floor", "", "MiB fwd", "fwd+bwd", "against", "fwd", "fwd+bwd", "at most", "",
             title=f"{title} H16 K=V=128 bf16",
@@ -436,6 +410,49 @@ def main() -> None:
             torch.cuda.empty_cache()
         (args.out / "kernels.json").write_text(json.dumps(results, indent=1))
     plot(results["lengths"], args.out / "kernels.png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--rows", nargs="*", default=list(ROWS), help="rows to measure, with the rows they are compared with"
+    )
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=Path("runs/kernels"))
+    parser.add_argument("--no-lengths", action="store_true", help="do not time other lengths, do not plot")
+    parser.add_argument("--no-decoding", action="store_true", help="do not time the decoding step")
+    parser.add_argument("--patience", type=float, default=600, help="seconds of compiling before anything is timed")
+    parser.add_argument("--shares", type=int, help="processes that compile the peers' configurations")
+    parser.add_argument("--fewer", action="store_true", help="leave out the peers' configurations of four stages")
+    parser.add_argument("--compile", action="store_true", help="run each of the rows once, which compiles its kernels")
+    args = parser.parse_args()
+    if peers.installed():
+        peers.without_guard()
+        peers.prepare_autotuning(args.fewer)
+    else:
+        print("flash-linear-attention is not installed: its rows will fail, and nothing is compared with them")
+    if args.compile:
+        for name in args.rows:
+            run_once(name)
+        return
+    wanted = {peer for name in args.rows for peer in (name, *(ROWS[name].bars or {}))}
+    rows = {name: row for name, row in ROWS.items() if name in wanted}
+    args.out.mkdir(parents=True, exist_ok=True)
+    console = Console(width=150)
+    results: dict[str, Any] = {"versions": versions(), "gradients": {}, "shapes": {}, "lengths": {}}
+    console.print("  ".join(f"{name} {version}" for name, version in results["versions"].items()))
+    start = time.perf_counter()
+    ours, theirs = ([name for name in rows if name.startswith("fla ") == fla] for fla in (False, True))
+    with peers.preparing():
+        own = [["--compile", "--rows", name] for name in ours]
+        peers.compile_on_all_cores(
+            __file__, own, [["--compile", "--rows", *theirs]] if theirs else [], args.shares, args.patience
+        )
+    if args.fewer:
+        console.print("flash-linear-attention without its configurations of four pipeline stages")
+    console.print(f"compiled on {os.cpu_count()} cores in {time.perf_counter() - start:.0f} s")
+    with peers.measuring():
+        measure_all(rows, args, results, console)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 Every model has 12 layers of width 768, vocabulary 32,000 and tied embeddings, about 110 to 125 M parameters. Training
 is forward, backward and a fused AdamW step in bf16 autocast over float32 weights, 32,768 tokens a step, under torch.compile and,
-with --eager or where a peer may be faster so, without; decoding is `generate` in bf16 at batch 1. All models are measured in one
-run, one after another; figures are medians. Everything is compiled on all cores before it is timed.
+with --eager or where a peer may be faster so, without; decoding is `generate` in bf16 at batch 1. Figures are medians.
+
+Every measurement has a process of its own. All of them compile at the same time; then, when all are ready, they measure one after
+another, while the others wait.
 
     python benchmarks/models.py --models llama fla-gated-deltanet falcon1a falcon3a --out runs/models
 """
@@ -13,15 +15,19 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
+import select
 import statistics
+import subprocess
+import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import peers
 import torch
+import torch._dynamo
 import transformers
 
 from fwzoo import FwzooConfig
@@ -30,6 +36,8 @@ from fwzoo.registry import architectures
 VOCABULARY, WIDTH, LAYERS, TOKENS_A_STEP = 32000, 768, 12, 32768
 SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": LAYERS}
 PEERS = ("llama", "fla-gated-deltanet")
+MAYBE_EAGER = ("fla-gated-deltanet",)  # whose kernels torch.compile does not see into
+READY = "ready"
 BARS = {"train T=1024": ("llama", 0.95), "train T=8192": ("fla-gated-deltanet", 1.4), "generate": ("llama", 8.0)}
 """What a model of the zoo should reach, in tokens a second of a peer's fastest way."""
 
@@ -56,17 +64,18 @@ def build(name: str) -> torch.nn.Module:
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def train(name: str, tokens: int, *, compiled: bool, steps: int, profile: Path | None = None) -> dict[str, float]:
-    """Tokens a second of training on sequences of `tokens` tokens, and the peak memory. No steps: only compile."""
+Measure = Callable[[], dict[str, float]]
+
+
+def train(name: str, tokens: int, compiled: bool, options: argparse.Namespace) -> Measure:
+    """Two steps on sequences of `tokens` tokens, which compile the model; what is returned measures its tokens a second."""
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = build(name).train()
-    size = sum(x.numel() for x in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    torch._dynamo.utils.counters.clear()
     run = torch.compile(model) if compiled else model
-    batches = [torch.randint(VOCABULARY, (TOKENS_A_STEP // tokens, tokens), device="cuda") for _ in range(2)]
-    torch.cuda.reset_peak_memory_stats()
+    batch = 2 if peers.SHARE in os.environ else TOKENS_A_STEP // tokens
+    batches = [torch.randint(VOCABULARY, (batch, tokens), device="cuda") for _ in range(2)]
 
     def step(i: int) -> None:
         ids = batches[i % 2]
@@ -78,24 +87,40 @@ def train(name: str, tokens: int, *, compiled: bool, steps: int, profile: Path |
 
     start = time.perf_counter()
     for i in range(2):
-        step(i)
+        patiently(lambda i=i: step(i))
     torch.cuda.synchronize()
     first = time.perf_counter() - start
-    if not steps:
-        return {"first_steps_s": first}
-    for i in range(3):
-        step(i)
-    seconds = timed(step, steps)
-    if profile is not None:
-        kernels_of(lambda: step(0), profile)
-    return {
-        "parameters": size,
-        "tokens_per_second": TOKENS_A_STEP / seconds,
-        "ms_per_step": 1000 * seconds,
-        "peak_GiB": torch.cuda.max_memory_allocated() / 2**30,
-        "first_steps_s": first,
-        "graph_breaks": sum(torch._dynamo.utils.counters["graph_break"].values()),
-    }
+
+    def measure() -> dict[str, float]:
+        torch.cuda.reset_peak_memory_stats()
+        for i in range(3):
+            step(i)
+        seconds = timed(step, options.steps)
+        if options.profile:
+            kernels_of(lambda: step(0), options.out / f"{name}-{tokens}-{'compiled' if compiled else 'eager'}.txt")
+        return {
+            "parameters": sum(x.numel() for x in model.parameters()),
+            "tokens_per_second": TOKENS_A_STEP / seconds,
+            "ms_per_step": 1000 * seconds,
+            "peak_GiB": torch.cuda.max_memory_allocated() / 2**30,
+            "first_steps_s": first,
+            "graph_breaks": sum(torch._dynamo.utils.counters["graph_break"].values()),
+        }
+
+    return measure
+
+
+def patiently(step: Callable[[], object]) -> None:
+    """Run a step; other measurements prepare at the same time and may hold the card's memory for now."""
+    for _ in range(60):
+        try:
+            step()
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            time.sleep(2)
+        else:
+            return
+    raise RuntimeError("the card has too little memory for the models that are measured together; name fewer --models")
 
 
 def timed(step: Callable[[int], object], steps: int) -> float:
@@ -123,70 +148,126 @@ def kernels_of(call: Callable[[], object], path: Path) -> None:
     path.write_text("\n".join([f"{total:9.3f} ms in all", *lines]) + "\n")
 
 
-def decode(name: str, new_tokens: int, prompt: int, profile: Path | None = None) -> dict[str, float]:
-    """Tokens a second of `generate` at batch 1 in bf16, prompt and all, and milliseconds a token."""
+def decode(name: str, options: argparse.Namespace) -> Measure:
+    """A short `generate`; what is returned measures tokens a second at batch 1 in bf16, prompt and all."""
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = build(name).bfloat16().eval()
-    ids = torch.randint(VOCABULARY, (1, prompt), device="cuda")
-    options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
-    model.generate(ids, **{**options, "max_new_tokens": 4, "min_new_tokens": 4})
-    seconds = timed(lambda i: model.generate(ids, **options), 3)
-    if profile is not None:
-        kernels_of(lambda: model.generate(ids, **{**options, "max_new_tokens": 32, "min_new_tokens": 32}), profile)
-    return {"tokens_per_second": new_tokens / seconds, "ms_per_token": 1000 * seconds / new_tokens}
+    ids = torch.randint(VOCABULARY, (1, options.prompt), device="cuda")
+
+    def generate(tokens: int) -> None:
+        model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0)
+
+    generate(4)
+
+    def measure() -> dict[str, float]:
+        generate(16)
+        seconds = timed(lambda i: generate(options.new_tokens), 3)
+        if options.profile:
+            kernels_of(lambda: generate(32), options.out / f"{name}-generate.txt")
+        return {
+            "tokens_per_second": options.new_tokens / seconds,
+            "ms_per_token": 1000 * seconds / options.new_tokens,
+        }
+
+    return measure
 
 
-def jobs_of(options: argparse.Namespace) -> list[tuple[str, str, Callable[[], dict[str, float]]]]:
-    """Model, what is measured of it, and how."""
-
-    def path(*words: Any) -> Path | None:
-        return options.out / ("-".join(map(str, words)) + ".txt") if options.profile else None
-
-    jobs: list[tuple[str, str, Callable[[], dict[str, float]]]] = []
+def tasks_of(options: argparse.Namespace) -> list[tuple[str, str]]:
+    """Model and what is measured of it ("train T=1024 compiled", "generate 512"); of a peer only what others are compared with."""
+    tasks: list[tuple[str, str]] = []
     for name in options.models:
-        ways = (True, False) if options.eager or name.startswith("fla") else (True,)
-        for tokens in options.tokens:
-            for compiled in ways:
-                how = f"train T={tokens} {'compiled' if compiled else 'eager'}"
-                call = lambda n=name, t=tokens, c=compiled: train(  # noqa: E731
-                    n, t, compiled=c, steps=options.steps, profile=path(n, t, "compiled" if c else "eager")
-                )
-                jobs.append((name, how, call))
-        if options.new_tokens and not name.startswith("fla"):
-            call = lambda n=name: decode(n, options.new_tokens, options.prompt, path(n, "generate"))  # noqa: E731
-            jobs.append((name, f"generate {options.new_tokens}", call))
-    return jobs
+        ways = ("compiled", "eager") if options.eager or name in MAYBE_EAGER else ("compiled",)
+        tasks += [(name, f"train T={tokens} {way}") for tokens in options.tokens for way in ways]
+        if options.new_tokens and name not in MAYBE_EAGER:
+            tasks.append((name, f"generate {options.new_tokens}"))
+    needed = {(peer, task) for task, (peer, _) in BARS.items()}
+    return [
+        (name, what)
+        for name, what in tasks
+        if name not in PEERS or any(name == peer and what.startswith(task) for peer, task in needed)
+    ]
 
 
-def compile_all(options: argparse.Namespace) -> None:
-    """Every training step twice in a process of its own, all at once; the peer's configurations on all cores."""
-    start = time.perf_counter()
-    calls = [["--compile", "--models", n, "--tokens", str(t)] for n in options.models for t in options.tokens]
-    own = [call for call in calls if not call[2].startswith("fla")]
-    peers.compile_on_all_cores(__file__, own, [call for call in calls if call[2].startswith("fla")][:1])
-    print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
+def work(name: str, what: str, options: argparse.Namespace) -> None:
+    """One measurement, in its process: prepare, say so, wait for a line, measure, print the figures as JSON."""
+    answers = os.fdopen(os.dup(1), "w")  # and what anything else prints goes to the log
+    os.dup2(2, 1)
+    kind, *words = what.split()
+    if kind == "train":
+        measure = train(name, int(words[0].removeprefix("T=")), words[1] == "compiled", options)
+    else:
+        measure = decode(name, options)
+    if peers.SHARE in os.environ:
+        return
+    gc.collect()
+    torch.cuda.empty_cache()
+    print(READY, file=answers, flush=True)
+    sys.stdin.readline()
+    print(json.dumps(measure()), file=answers, flush=True)
+
+
+class Worker:
+    """A process that does `work`."""
+
+    def __init__(self, name: str, what: str, options: argparse.Namespace) -> None:
+        self.name, self.what = name, what
+        self._log = options.out / f"{name}-{what.replace(' ', '-')}.log"
+        arguments = ["--models", name, "--work", what, "--out", str(options.out), "--steps", str(options.steps)]
+        arguments += ["--new-tokens", str(options.new_tokens), "--prompt", str(options.prompt)]
+        arguments += ["--profile"] if options.profile else []
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log.open("w"), "text": True}
+        self._process = peers.start(__file__, arguments, **pipes)
+
+    def ready(self, until: float) -> bool:
+        """Wait until it can measure; False when it never will, or not before `until`."""
+        output = self._process.stdout
+        assert output is not None
+        while select.select([output], [], [], max(0.0, until - time.perf_counter()))[0]:
+            line = output.readline()
+            if line.strip() == READY or not line:
+                return bool(line)
+        self._process.kill()
+        return False
+
+    def measure(self) -> dict[str, float]:
+        """Its figures."""
+        found, _ = self._process.communicate("go\n")
+        return json.loads(found.strip().splitlines()[-1])
+
+    def failure(self) -> str:
+        """The last line that it said."""
+        lines = self._log.read_text().strip().splitlines()
+        return lines[-1][:200] if lines else "it was not ready in time"
+
+
+def prepare(options: argparse.Namespace) -> list[Worker]:
+    """Start every measurement and wait until it can begin; the peer's configurations are compiled on all cores first."""
+    begin = time.perf_counter()
+    tasks = tasks_of(options)
+    workers = {task: Worker(*task, options) for task in tasks if task[0] not in MAYBE_EAGER}
+    if theirs := [task for task in tasks if task[0] in MAYBE_EAGER]:
+        share = ["--models", theirs[0][0], "--work", "train T=1024 eager"]
+        peers.compile_on_all_cores(__file__, [], [share], options.shares, options.patience / 2)
+        print(f"configurations compiled in {time.perf_counter() - begin:.0f} s", flush=True)
+        workers |= {task: Worker(*task, options) for task in theirs}
+    able = [workers[task] for task in tasks if workers[task].ready(begin + options.patience)]
+    for name, what in tasks:
+        if (worker := workers[name, what]) not in able:
+            print(f"{name:20} {what:24} failed: {worker.failure()}", flush=True)
+    print(f"ready in {time.perf_counter() - begin:.0f} s", flush=True)
+    return able
 
 
 def compared(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """The ratio to the peers' fastest way of the same, and whether it is enough."""
-    found = []
+    """The ratio to the peer's fastest way of the same, and whether it is enough."""
     for task, (peer, bar) in BARS.items():
-        if not row["what"].startswith(task) or row["model"] in PEERS or "error" in row:
-            continue
-        best = max(
-            (
-                r["tokens_per_second"]
-                for r in rows
-                if r["model"] == peer and r["what"].startswith(task) and "error" not in r
-            ),
-            default=None,
-        )
-        if best is not None:
-            row[f"of {peer}"] = row["tokens_per_second"] / best
-            verdict = "ok" if row[f"of {peer}"] >= bar else "MISSED"
-            found.append(f"  {row[f'of {peer}']:.2f}x {peer} (at least {bar}: {verdict})")
-    return "".join(found)
+        mine = row["what"].startswith(task) and row["model"] not in PEERS
+        theirs = [r["tokens_per_second"] for r in rows if r["model"] == peer and r["what"].startswith(task)]
+        if mine and theirs:
+            ratio = row[f"of {peer}"] = row["tokens_per_second"] / max(theirs)
+            return f"  {ratio:.2f}x {peer} (at least {bar}: {'ok' if ratio >= bar else 'MISSED'})"
+    return ""
 
 
 def main() -> None:
@@ -198,38 +279,48 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=512, help="0: do not decode")
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--profile", action="store_true", help="write the kernels of a step and of 32 tokens")
-    parser.add_argument("--compile", action="store_true", help="run the training steps twice each, which compiles them")
-    parser.add_argument("--no-compile", action="store_true", help="do not compile on all cores first")
+    parser.add_argument(
+        "--patience", type=float, default=600, help="seconds after which what is not compiled is left out"
+    )
+    parser.add_argument("--shares", type=int, help="processes that compile the peer's configurations")
+    parser.add_argument("--fewer", action="store_true", help="leave out the peer's configurations of four stages")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path("runs/models"))
     options = parser.parse_args()
     torch.set_float32_matmul_precision("high")
-    if peers.installed() and any(name.startswith("fla") for name in options.models):
-        peers.without_guard()
-        peers.prepare_autotuning()
-    if options.compile:
-        for name in options.models:
-            for tokens in options.tokens:
-                train(name, tokens, compiled=not name.startswith("fla"), steps=0)
+    if options.work:
+        if options.models[0] in MAYBE_EAGER:
+            peers.without_guard()
+            peers.prepare_autotuning()  # with what the first process said of fewer
+        work(options.models[0], options.work, options)
         return
+    if not peers.installed():
+        print("flash-linear-attention is not installed: its model is left out")
+        options.models = [name for name in options.models if name not in MAYBE_EAGER]
+    if options.fewer:
+        os.environ[peers.FEWER] = "1"
+        print("flash-linear-attention without its configurations of four pipeline stages")
+    options.out = options.out.absolute()
     options.out.mkdir(parents=True, exist_ok=True)
-    if not options.no_compile:
-        compile_all(options)
     rows: list[dict[str, Any]] = []
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, transformers {transformers.__version__}")
-    for name, what, job in jobs_of(options):
-        try:
-            row = {"model": name, "what": what, **job()}
-        except Exception as error:  # one model that fails must not lose the others' figures
-            traceback.print_exc()
-            row = {"model": name, "what": what, "error": str(error)[:200]}
-        rows.append(row)
-        ratios = compared(row, rows)
-        figures = "  ".join(f"{k} {v:,.1f}" for k, v in row.items() if isinstance(v, (int, float)))
-        print(f"{name:20} {what:24} {figures or row.get('error')}{ratios}", flush=True)
-        (options.out / "models.json").write_text(json.dumps(rows, indent=1))
-        torch._dynamo.reset()
-        gc.collect()
-        torch.cuda.empty_cache()
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, transformers {transformers.__version__}",
+        flush=True,
+    )
+    with peers.preparing():
+        workers = prepare(options)
+    with peers.measuring():
+        for worker in workers:
+            try:
+                row = {"model": worker.name, "what": worker.what, **worker.measure()}
+            except (IndexError, ValueError):  # it failed: the others go on
+                print(f"{worker.name:20} {worker.what:24} failed: {worker.failure()}", flush=True)
+                continue
+            rows.append(row)
+            ratios = compared(row, rows)
+            figures = "  ".join(f"{k} {v:,.1f}" for k, v in row.items() if isinstance(v, (int, float)))
+            print(f"{worker.name:20} {worker.what:24} {figures}{ratios}", flush=True)
+            (options.out / "models.json").write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from .ranks import Ranks, ranks_of
 
 NORMS = {None: 0, "rms": 1, "l2": 2}
 ROWS = 16  # rows at a time: more do not fit in the registers
+ROWS_OF_SUMS = 8  # where sums for every tap are kept too
 
 
 @triton.jit
@@ -122,12 +123,12 @@ def _later(d_pre, rows, start, length, r, wanted, column, inside, D, MASKED: tl.
 def _input_kernel(
     d_pre, x, weight, past, d_x, d_past, d_weight, docs, chunk_doc, rows, T, NC, D,
     F: tl.constexpr, BF: tl.constexpr, W: tl.constexpr, PAST: tl.constexpr,
-    PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
+    PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
     """Gradient of the input, and every chunk's part of the weight's gradient `[chunks, W, D]`."""
     c, d = tl.program_id(0).to(tl.int64), tl.arange(0, BF)
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
-    column, inside, e = tl.program_id(1) * F + d, d < F, tl.arange(0, ROWS)
+    column, inside, e, g = tl.program_id(1) * F + d, d < F, tl.arange(0, ROWS), tl.arange(0, BW)
     own = ()
     for _ in tl.static_range(W):
         own = own + (tl.zeros([ROWS, BF], tl.float32),)
@@ -147,18 +148,18 @@ def _input_kernel(
     for j in tl.static_range(W):
         part = tl.sum(own[j], 0)
         if PAST and i == 0:
-            old = past + (n * (W - 1) + e)[:, None] * D + column[None, :]
-            value = read(old, (e < W - 1)[:, None] & inside[None, :]).to(tl.float32)
-            after = _later(d_pre, rows, start, length, e - j, e < W - 1, column, inside, D, MASKED)
+            old = past + (n * (W - 1) + g)[:, None] * D + column[None, :]
+            value = read(old, (g < W - 1)[:, None] & inside[None, :]).to(tl.float32)
+            after = _later(d_pre, rows, start, length, g - j, g < W - 1, column, inside, D, MASKED)
             part += tl.sum(value * after, 0)
         tl.store(d_weight + (c * W + j) * D + column, part, mask=inside)
     if PAST and i == 0:
-        before = tl.zeros([ROWS, BF], tl.float32)
+        before = tl.zeros([BW, BF], tl.float32)
         for j in tl.static_range(W):
             tap = read(weight + column * W + j, inside).to(tl.float32)
-            before += _later(d_pre, rows, start, length, e - j, e < W - 1, column, inside, D, MASKED) * tap[None, :]
-        there = d_past + (n * (W - 1) + e)[:, None] * D + column[None, :]
-        tl.store(there, before.to(d_past.dtype.element_ty), mask=(e < W - 1)[:, None] & inside[None, :])
+            before += _later(d_pre, rows, start, length, g - j, g < W - 1, column, inside, D, MASKED) * tap[None, :]
+        there = d_past + (n * (W - 1) + g)[:, None] * D + column[None, :]
+        tl.store(there, before.to(d_past.dtype.element_ty), mask=(g < W - 1)[:, None] & inside[None, :])
 
 
 def _warps(head: int) -> int:
@@ -196,12 +197,15 @@ def _backward(
         "BF": block(head),
         "W": taps,
         "PAST": past is not None,
-        "ROWS": ROWS,
     }
     grid = (ranks.chunks, channels // head)
     with on_device(x):
-        _backward_kernel[grid](d_y, x, weight, past, d_pre, **common, eps=eps, NORM=norm, num_warps=_warps(head))
-        _input_kernel[grid](d_pre, x, weight, past, d_x, d_past, parts, **common, num_warps=_warps(head))
+        _backward_kernel[grid](
+            d_y, x, weight, past, d_pre, **common, eps=eps, NORM=norm, ROWS=ROWS, num_warps=_warps(head)
+        )
+        _input_kernel[grid](
+            d_pre, x, weight, past, d_x, d_past, parts, **common, ROWS=ROWS_OF_SUMS, BW=block(taps), num_warps=4
+        )
     return d_x, parts.sum(0).T.to(weight.dtype).contiguous(), d_past
 
 

@@ -15,16 +15,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import cuda
 
-from .contract import INTERPRETING, may_overwrite_states
+from .contract import may_overwrite_states
 from .falcon.prepass import SQUARINGS
 from .falcon.rules import FalconState, Options
 from .gpu import block, on_device, read
 
 COLUMNS, WARPS = 32, 2  # of S that a program holds: enough for whole cache lines, few enough to stay in registers
 NOTHING = (None,) * 5
-EARLY = True
 
 
 @triton.jit
@@ -67,7 +65,10 @@ def _square(power, W: tl.constexpr):
 
 @triton.jit
 def _top_eigenvalue(gram, W: tl.constexpr):
-    """Largest eigenvalue of a semidefinite matrix, a tuple of its entries, by squaring until only the top direction is left."""
+    """Largest eigenvalue of a semidefinite matrix, a tuple of its entries, by squaring until only the top direction is left.
+
+    Of few matrices at a time, which is why a thread holds whole ones here; `falcon.prepass` spreads each over threads.
+    """
     power = gram
     for _ in range(SQUARINGS // 3):
         largest = power[0]
@@ -110,13 +111,10 @@ def _window_energies(
     WINDOW: tl.constexpr,
     SHIFTED: tl.constexpr,
     MASKED: tl.constexpr,
-    EARLY: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Top eigenvalue of the Gram matrix of every token's window, `[N, T, H]`. EARLY: the next kernel may start meanwhile."""
-    if EARLY:
-        cuda.gdc_launch_dependents()
+    """Top eigenvalue of the Gram matrix of every token's window, `[N, T, H]`."""
     g, d = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
     ok = g < rows
     n, t, h = g // (tokens * heads), (g // heads) % tokens, g % heads
@@ -182,7 +180,6 @@ def _steps(
     SHIFTED: tl.constexpr,
     MASKED: tl.constexpr,
     NORMALIZE: tl.constexpr,
-    EARLY: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -239,8 +236,6 @@ def _steps(
         if GATED:
             summed = 0.0
             if energies is not None:
-                if EARLY:
-                    cuda.gdc_wait()
                 summed = tl.load(energies + token)
             elif DIVIDE or COUPLED:
                 square = x[0].to(tl.float32) * x[0].to(tl.float32)
@@ -323,7 +318,6 @@ def _run(
     new_S = S if may_overwrite_states() else torch.empty_like(S)
     o = v.new_empty(batch, tokens, heads, v_size)
     # enough columns for whole cache lines, few enough that S stays in registers
-    early = energies is not None and may_start_early(q.device)
     block_k, block_v = block(k_size), min(block(v_size), COLUMNS if k_size <= 128 else 16)
     with on_device(q):
         _steps[(triton.cdiv(v_size, block_v), batch * heads)](
@@ -347,19 +341,12 @@ def _run(
             V=v_size,
             WINDOW=window,
             MASKED=mask is not None,
-            EARLY=early,
             BLOCK_K=block_k,
             BLOCK_V=block_v,
             num_warps=WARPS,
-            **({"launch_pdl": True} if early else {}),
             **options,
         )
     return o, new_S
-
-
-def may_start_early(device: torch.device) -> bool:
-    """Whether a kernel can begin while the one before it runs (programmatic dependent launch, from Hopper on)."""
-    return EARLY and not INTERPRETING and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
@@ -470,7 +457,6 @@ def _energies(q: Tensor, k: Tensor, state: FalconState, mask: Tensor | None, opt
             WINDOW=options.window,
             SHIFTED=options.shifted,
             MASKED=mask is not None,
-            EARLY=may_start_early(q.device),
             BLOCK_K=block(k_size),
             ROWS=few,
             num_warps=1,
