@@ -90,7 +90,7 @@ def test_widths_grow_and_a_batch_keeps_its_tokens() -> None:
     assert longest == sorted(longest) and sorted(set(longest)) == list(range(2, 17, 2)) and longest[49:51] == [16, 16]
     sizes = {tuple(settings.batch(step, 0)[0].shape) for step in range(100)}
     assert len(sizes) == 8 and all(0.9 * 40 * 53 <= rows * tokens <= 40 * 53 for rows, tokens in sizes)
-    assert {addition.Settings(digits=16, growth=0.0).longest(step) for step in (0, 1999)} == {16}
+    assert {addition.Settings(digits=16, growth=0.0).longest(step) for step in (0, 4999)} == {16}
 
 
 @pytest.mark.slow
@@ -177,6 +177,8 @@ def test_muon_is_that_of_torch_and_leaves_embeddings_and_head_to_adamw(tmp_path:
 
 def test_the_learning_rate_rises_and_falls() -> None:
     rates = [Schedule(steps=100, batch_size=1, lr=1.0, warmup=10).lr_at(step) for step in range(100)]
+    held = [Schedule(steps=100, batch_size=1, lr=1.0, warmup=10, hold=0.5).lr_at(step) for step in range(100)]
+    assert min(held[10:55]) == 1.0 > held[57] and held[-1] == pytest.approx(0.01, abs=0.01)
     assert rates[0] < 0.1 and max(rates) == pytest.approx(1.0, abs=0.01) and rates[-1] == pytest.approx(0.01, abs=0.01)
 
 

@@ -85,11 +85,11 @@ def addition(
     hidden_size: HiddenSize = 256,
     layers: Layers = 3,
     heads: Heads = 4,
-    steps: Steps = 2000,
-    batch_size: BatchSize = 384,
-    lr: LearningRate = 2e-3,
+    steps: Steps = 5000,
+    batch_size: BatchSize = 128,
+    lr: LearningRate = 3e-3,
     problems: Annotated[int, number("Test problems of every number of digits.", int, 1)] = 256,
-    growth: Growth = 0.5,
+    growth: Growth = 0.3,
     seeds: Seeds = 1,
 ) -> None:
     """Train on additions of up to --digits digits and test on longer ones, for several architectures alike."""
@@ -120,10 +120,10 @@ def falcon(
     layers: Layers = 3,
     heads: Heads = 4,
     steps: Steps = 1500,
-    batch_size: BatchSize = 256,
-    lr: LearningRate = 2e-3,
+    batch_size: BatchSize = 128,
+    lr: LearningRate = 3e-3,
     problems: Annotated[int, number("Test problems of every number of digits.", int, 1)] = 256,
-    growth: Growth = 0.5,
+    growth: Growth = 0.3,
     seeds: Seeds = 3,
 ) -> None:
     """{read after, before the write} x {shifted, same-step pairs} of a Falcon rule, on the addition task."""

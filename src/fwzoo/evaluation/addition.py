@@ -99,11 +99,11 @@ class Settings:
     hidden_size: int = 256
     layers: int = 3
     heads: int = 4
-    steps: int = 2000
-    batch_size: int = 384
-    lr: float = 2e-3
+    steps: int = 5000
+    batch_size: int = 128
+    lr: float = 3e-3
     problems: int = 256
-    growth: float = 0.5
+    growth: float = 0.3
     generate_every: int = 4
 
     def longest(self, step: int) -> int:
@@ -205,6 +205,7 @@ def _train_and_test(experiment: Experiment, key: str, config: Any, settings: Set
         batch_size=settings.batch_size,
         lr=settings.lr,
         warmup=max(1, min(100, settings.steps // 10)),
+        hold=0.6,
         seed=seed,
         bf16=True,
         muon=True,

@@ -35,7 +35,7 @@ class Schedule:
     """How a model is trained.
 
     Attributes:
-        lr: peak learning rate, after `warmup` steps; then along a cosine to a hundredth of it.
+        lr: peak learning rate, after `warmup` steps, for the share `hold` of the rest; then along a cosine to a hundredth of it.
         save_every: seconds between checkpoints.
         bf16: on a GPU, products are made in bfloat16 (autocast).
         muon: the matrices of the layers are trained by Muon, everything else by AdamW.
@@ -45,6 +45,7 @@ class Schedule:
     batch_size: int
     lr: float
     warmup: int = 100
+    hold: float = 0.0
     weight_decay: float = 0.1
     seed: int = 0
     save_every: float = 30.0
@@ -55,6 +56,7 @@ class Schedule:
         if step < self.warmup:
             return self.lr * (step + 1) / (self.warmup + 1)
         share = (step - self.warmup) / max(1, self.steps - self.warmup)
+        share = max(0.0, share - self.hold) / (1 - self.hold)
         return self.lr * (0.505 + 0.495 * math.cos(math.pi * min(1.0, share)))
 
 
