@@ -48,6 +48,60 @@ def check(given: dict[str, Tensor], dtype: torch.dtype = torch.float32, **option
     assert not wrong, wrong
 
 
+# --- on a card: real sizes ---
+
+
+READ, HEADS, MANY = (1, 600, 1, 512, 512, 512, 8), (2, 300, 4, 256, 512, 96, 32), (1, 100, 1, 128, 1024, 20, 64)
+
+
+@gpu
+@pytest.mark.parametrize(
+    ("shape", "dtype", "score"),
+    [
+        (READ, torch.float32, "idw"),
+        (HEADS, torch.float32, "dot"),
+        (READ, torch.bfloat16, "idw"),
+        (HEADS, torch.float32, "idw"),
+        (READ, torch.float16, "dot"),
+        (MANY, torch.float32, "idw"),
+    ],
+    ids=str,
+)
+def test_real_sizes(shape: tuple[int, ...], dtype: torch.dtype, score: str) -> None:
+    *sizes, top_k = shape
+    check(draw(*sizes), dtype, top_k=top_k, score=score)
+
+
+@gpu
+def test_two_runs_are_equal_to_the_bit() -> None:
+    *sizes, top_k = HEADS
+    one, two = (run(draw(*sizes), level="triton", top_k=top_k) for _ in range(2))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@gpu
+def test_captured_in_a_graph_and_compiled() -> None:
+    given = draw(1, 64, 2, 64, 64, 32)
+    q, keys, values = (given[name].float().to(DEVICE) for name in ("in.q", "in.keys", "in.values"))
+
+    def call(q: Tensor) -> Tensor:
+        o = pkm(q, keys, values, top_k=8, level="triton")
+        assert isinstance(o, Tensor)
+        return o
+
+    expected = call(q)
+    assert torch.equal(torch.compile(call, fullgraph=True)(q), expected)
+    call(q)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call(q)
+    graph.replay()
+    assert torch.equal(captured, expected)
+
+
+# --- under the interpreter too ---
+
+
 @triton
 @pytest.mark.parametrize("path", VECTORS, ids=lambda path: path.stem)
 def test_vectors(path: Path) -> None:
@@ -209,44 +263,3 @@ def test_what_cannot_run() -> None:
     with pytest.raises(ValueError, match="K is 1026, and the Triton kernels take K up to 1024"):
         pkm(wide, torch.zeros(2, 1, 4, 513, device=DEVICE), torch.zeros(16, 2, device=DEVICE), top_k=2, level="triton")
     assert "top_k is 65" in str(explain(pkm, q, keys, values, top_k=65))
-
-
-# --- on a card: real sizes ---
-
-
-@gpu
-@scores
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda x: str(x)[6:])
-@pytest.mark.parametrize(
-    "shape", [(1, 600, 1, 512, 512, 512, 8), (2, 300, 4, 256, 512, 96, 32), (1, 100, 1, 128, 1024, 20, 64)], ids=str
-)
-def test_real_sizes(shape: tuple[int, ...], dtype: torch.dtype, score: str) -> None:
-    *sizes, top_k = shape
-    check(draw(*sizes), dtype, top_k=top_k, score=score)
-
-
-@gpu
-def test_two_runs_are_equal_to_the_bit() -> None:
-    given = {name: x.float() for name, x in draw(2, 500, 4, 128, 128, 64).items()}
-    one, two = (run(given, level="triton", top_k=16) for _ in range(2))
-    assert all(torch.equal(one[name], two[name]) for name in one)
-
-
-@gpu
-def test_captured_in_a_graph_and_compiled() -> None:
-    given = draw(1, 64, 2, 64, 64, 32)
-    q, keys, values = (given[name].float().to(DEVICE) for name in ("in.q", "in.keys", "in.values"))
-
-    def call(q: Tensor) -> Tensor:
-        o = pkm(q, keys, values, top_k=8, level="triton")
-        assert isinstance(o, Tensor)
-        return o
-
-    expected = call(q)
-    assert torch.equal(torch.compile(call, fullgraph=True)(q), expected)
-    call(q)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = call(q)
-    graph.replay()
-    assert torch.equal(captured, expected)

@@ -25,7 +25,6 @@ from .gpu import read as read_values
 
 MOST_IN_BLOCK = 512  # sub-keys that a program scores: their scores stay in registers
 UNSURE = 2**-15  # error of an approximate score beside that of rounded sub-keys, to the squared lengths
-KEY_BF, KEY_W = 128, 8
 SPARE = 8  # candidates of a block beyond k
 CUT = tl.constexpr(8e-5)  # what the last bits hold of a candidate's distance, at most: MOST_IN_BLOCK / 2^23
 LARGEST = tl.constexpr(0x7FFFFFFF)
@@ -816,7 +815,7 @@ def key_gradient(q: Tensor, keys: Tensor, found: Found, score: str, pull: Tensor
     groups, tokens, heads, top_k = found.slots.shape
     n, half_size = keys.shape[3:]
     tables, block_n, block_t = groups * 2 * heads, 64, 32
-    block_f = min(KEY_BF, max(16, triton.next_power_of_2(half_size)))
+    block_f = min(128, max(16, triton.next_power_of_2(half_size)))
     blocks = triton.cdiv(tokens, block_t)
     splits = max(1, min(blocks, 512 // (triton.cdiv(n, block_n) * tables)))
     steps = triton.cdiv(blocks, splits)
@@ -838,7 +837,7 @@ def key_gradient(q: Tensor, keys: Tensor, found: Found, score: str, pull: Tensor
             BN=block_n,
             BT=block_t,
             IDW=score == "idw",
-            num_warps=KEY_W,
+            num_warps=8,
         )
     return parts.sum(0)
 

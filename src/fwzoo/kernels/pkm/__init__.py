@@ -71,7 +71,7 @@ def _level(read: Callable[..., Any], readers: Readers) -> Callable[..., Any]:
 
 
 def _limits(few: bool, backward: bool, *, top_k: int = 32, **_: Any) -> Limits:
-    return Limits(cannot=search_cannot(top_k))
+    return Limits(cannot=search_cannot(top_k), unproven="these kernels have not been shown right on a card")
 
 
 PKM = contract.register(
@@ -127,7 +127,7 @@ def pkm(
     contract.one_of("return_slots", return_slots, (True, False))
     contract.one_of("sparse_grad", sparse_grad, (True, False))
     check_finite(None, q=q, keys=keys, values=values)
-    run = PKM.resolve(level, q.shape[1], (q, keys, values), Limits(cannot=search_cannot(top_k)))
+    run = PKM.resolve(level, q.shape[1], (q, keys, values), _limits(False, False, top_k=top_k))
     v, slots, weights = run(q, keys, values, top_k, score, score_eps, sparse_grad)
     if watching():
         keep_read(slots, weights)
