@@ -55,7 +55,7 @@ def problems(widths: np.ndarray, rng: np.random.Generator, tokens: int | None = 
             number, np.broadcast_to(index, (len(n), index.shape[1])).clip(0, number.shape[1] - 1), 1
         )
 
-    parts = [
+    parts: list[tuple[Any, Any]] = [
         (0, START),
         (n, digits(a, position)),
         (n + 1, PLUS),
