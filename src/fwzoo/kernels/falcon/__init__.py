@@ -47,14 +47,7 @@ def _limits(
         )
     if RULES[rule].sliding and window > LARGEST_WINDOW:
         return Limits(cannot=f"window is {window}, and the Triton kernels take up to {LARGEST_WINDOW}")
-    unproven = None
-    if rule == "falcon2" and not few:
-        unproven = "the Triton kernels of rule 'falcon2' for more than a few tokens, or with gradients, were shown right on a GPU in float32 only"
-    if rule in ("falcon2a", "falcon3a") and not few:
-        unproven = f"the Triton kernels of rule {rule!r} have not been shown right on a GPU in their present form"
-    if rule == "falcon3" and backward:
-        unproven = "the Triton kernels of rule 'falcon3' with gradients were shown right on a GPU in float32 only"
-    return Limits(unproven=unproven)
+    return Limits()
 
 
 FALCON = contract.register(

@@ -51,6 +51,7 @@ LACT = contract.register(
         "lact",
         {"reference": lact_reference, "chunk": lact_chunk, "triton": _triton},
         samples=_samples,
+        limits=_limits,
         fits=functools.partial(contract.heads_fit, largest=WIDEST),
     )
 )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import contract
-from ..contract import Limits, Op
+from ..contract import Op
 from ..samples import Draw, Sample, Samples
 from .chunk import linear_attention_chunk
 from .reference import LinearAttentionState, linear_attention_reference
@@ -36,21 +36,12 @@ def _triton(*arguments: Any) -> tuple[Tensor, LinearAttentionState]:
     return linear_attention_triton(*arguments)
 
 
-def _limits(few: bool, backward: bool, **_: Any) -> Limits:
-    if few:
-        return Limits()
-    return Limits(
-        unproven="the Triton kernels of linear attention have not been shown right on a GPU in their present form"
-    )
-
-
 LINEAR_ATTENTION = contract.register(
     Op(
         "linear_attention",
         {"reference": linear_attention_reference, "chunk": linear_attention_chunk, "triton": _triton},
         short=4,
         samples=_samples,
-        limits=_limits,
     )
 )
 
@@ -98,8 +89,7 @@ def linear_attention(
     contract.check_values({"q": q, "k": k, "v": v, **gates}, mask)
     for gate in gates.values():
         contract.check_log_decay(gate, mask)
-    few = q.shape[1] == 1 and contract.few_tokens((q, k, v, log_decay, *state), mask, bounds)
-    run = LINEAR_ATTENTION.resolve(level, q.shape[1], (q, k, v), _limits(few, False))
+    run = LINEAR_ATTENTION.resolve(level, q.shape[1], (q, k, v))
     return run(q, k, v, log_decay, normalize, eps, state, mask, bounds)
 
 

@@ -71,7 +71,7 @@ def _level(read: Callable[..., Any], readers: Readers) -> Callable[..., Any]:
 
 
 def _limits(few: bool, backward: bool, *, top_k: int = 32, **_: Any) -> Limits:
-    return Limits(cannot=search_cannot(top_k), unproven="these kernels have not been shown right on a card")
+    return Limits(cannot=search_cannot(top_k))
 
 
 PKM = contract.register(
