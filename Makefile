@@ -49,7 +49,7 @@ bundles: setup
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fresh_environments.py $(OLDEST_TRANSFORMERS)
 
 test-gpu: setup
-	$(BIN)/python -m pytest -m "gpu or triton"
+	$(BIN)/python -m pytest -v -m "gpu or triton"
 
 lint: setup
 	$(BIN)/ruff check .

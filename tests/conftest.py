@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -21,6 +24,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         elif item.get_closest_marker("triton") and not INTERPRETING:
             item.add_marker(pytest.mark.skip(reason="run by test_triton_interpreter.py in a process of its own"))
+
+
+@pytest.fixture(autouse=True)
+def gpu_in_order(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that leaves its process with a CUDA error (or in a broken capture) ends the process, not the tests after it."""
+    yield
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return
+    try:
+        torch.cuda.synchronize()
+        torch.cuda.manual_seed(0)
+    except RuntimeError as error:
+        message = f"{request.node.nodeid} left the GPU in an error: {error}"
+        if hasattr(request.config, "workerinput"):  # pytest-xdist names the test and starts another process
+            os.write(2, f"{message}\n".encode())
+            os._exit(1)
+        pytest.exit(message, returncode=1)
 
 
 @pytest.fixture(autouse=True)
