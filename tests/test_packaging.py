@@ -30,7 +30,7 @@ def test_extras():
 def test_no_optional_package_is_required_at_run_time():
     required = [line for line in metadata.requires("fwzoo") if "extra ==" not in line]
     names = {re.match(r"[\w-]+", line).group() for line in required}
-    assert names == {"torch", "transformers", "safetensors", "huggingface-hub", "typer", "rich", "numpy"}
+    assert names == {"torch", "transformers", "safetensors", "huggingface-hub", "filelock", "typer", "rich", "numpy"}
 
 
 def test_import_and_train_step_without_optional_packages():
