@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..associative import FIXED, _segment, scan
-from ..gpu import block, dot, key_pointers, launch, of_chunk, on_device, parts, read, row_of
+from ..gpu import block, dot, key_pointers, launch, of_chunk, on_device, parts, read, row_of, tables
 from ..ranks import CHUNK, Ranks
 from .rules import Options
 
@@ -536,6 +536,7 @@ class Rescaled:
         """Run a kernel with what it takes of the inputs, tables and options, and `arguments`."""
         ranks, options = self.ranks, self.options
         common = {
+            **tables(ranks),
             "query": self.q,
             "k": self.k,
             "head_x": self.head_x,
@@ -544,13 +545,8 @@ class Rescaled:
             "strength": self.found[0],
             "upto": self.found[1],
             "upto_low": self.found[2],
-            "docs": ranks.docs,
-            "chunk_doc": ranks.chunk_doc,
             "segment_doc": ranks.segment_doc,
-            "rows": ranks.rows,
             "decay_floor": options.decay_floor,
-            "T": ranks.tokens,
-            "NC": ranks.chunks // ranks.documents,
             "NS": ranks.segments // ranks.documents,
             "SEG": ranks.segment,
             "M": ranks.chunks,
@@ -561,9 +557,6 @@ class Rescaled:
             "SHIFT": int(options.shifted),
             "AFTER": int(options.read_after_write),
             "DIVIDE": options.step == "beta",
-            "PLAIN": ranks.docs is None,
-            "MASKED": ranks.rows is not None,
-            "C": CHUNK,
         }
         launch(kernel, grid, **{**common, **blocks}, **arguments)
 
