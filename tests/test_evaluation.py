@@ -120,6 +120,15 @@ def test_the_ablation_has_four_models() -> None:
     }
 
 
+def test_output_gates_begin_open_and_alike() -> None:
+    config = addition.Variant("gated_delta", {}).config(addition.Settings(hidden_size=64, layers=2, heads=2))
+    model, seen = prepare(AutoModelForCausalLM.from_config(config)), []
+    for block in model.model.layers:
+        block.mixer.gate_proj.register_forward_hook(lambda module, inputs, gate: seen.append(gate))
+    model(input_ids=torch.arange(16)[None])
+    assert len(seen) == 2 and all(1 < gate.mean() < 3 and gate.std() < 0.6 for gate in seen)
+
+
 # --- training ---
 
 

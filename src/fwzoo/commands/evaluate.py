@@ -83,13 +83,13 @@ def addition(
     digits: Annotated[int, number("Digits of the longest numbers in training.", int, 1)] = 32,
     test_digits: Annotated[int, number("Digits of the longest numbers in the test.", int, 2)] = 48,
     hidden_size: HiddenSize = 256,
-    layers: Layers = 3,
+    layers: Layers = 12,
     heads: Heads = 4,
-    steps: Steps = 5000,
+    steps: Steps = 2000,
     batch_size: BatchSize = 128,
-    lr: LearningRate = 3e-3,
+    lr: LearningRate = 2.5e-3,
     problems: Annotated[int, number("Test problems of every number of digits.", int, 1)] = 256,
-    growth: Growth = 0.3,
+    growth: Growth = 0.75,
     seeds: Seeds = 1,
 ) -> None:
     """Train on additions of up to --digits digits and test on longer ones, for several architectures alike."""

@@ -97,13 +97,13 @@ class Settings:
     digits: int = 32
     test_digits: int = 48
     hidden_size: int = 256
-    layers: int = 3
+    layers: int = 12
     heads: int = 4
-    steps: int = 5000
+    steps: int = 2000
     batch_size: int = 128
-    lr: float = 3e-3
+    lr: float = 2.5e-3
     problems: int = 256
-    growth: float = 0.3
+    growth: float = 0.75
     generate_every: int = 4
 
     def longest(self, step: int) -> int:
@@ -205,7 +205,7 @@ def _train_and_test(experiment: Experiment, key: str, config: Any, settings: Set
         batch_size=settings.batch_size,
         lr=settings.lr,
         warmup=max(1, min(100, settings.steps // 10)),
-        hold=0.6,
+        hold=max(0.6, settings.growth),  # it falls once the numbers have their full width
         seed=seed,
         bf16=True,
         muon=True,

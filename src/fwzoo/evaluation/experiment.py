@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -184,10 +185,23 @@ def prepare(model: Any) -> Any:
 
     A memory in the feed-forward slot finds a key again by what it looks like. As long as an untrained mixer's output
     outweighs the embedding of the key, it does not, and nothing is learned. The head must have its own weights.
+
+    Output gates begin open and almost alike for all tokens, by a mean of 1 that embeddings then share: a gate drawn at
+    random changes the sign of what was read from token to token, which takes long to unlearn.
     """
-    model.get_input_embeddings().weight.normal_()
-    for block in model.get_decoder().layers:
-        block.mixer.o_proj.weight.zero_()
+    embeddings, mixers = (
+        model.get_input_embeddings().weight.normal_(),
+        [block.mixer for block in model.get_decoder().layers],
+    )
+    gates = [mixer.gate_proj.weight for mixer in mixers if getattr(mixer, "gate_proj", None) is not None]
+    if gates:
+        embeddings.add_(1)
+    for gate in gates:
+        gate.mul_(0.5).add_(
+            2 * math.sqrt(2) / gate.shape[1]
+        )  # a norm leaves a mean of 1 / sqrt(2), so gates are about 2
+    for mixer in mixers:
+        mixer.o_proj.weight.zero_()
     return model
 
 
