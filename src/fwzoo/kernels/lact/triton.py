@@ -1,8 +1,8 @@
 """LaCT on a GPU: batched matrix products of the library, one Triton kernel between them, backward by recomputation.
 
 What tokens read needs only the weights before their chunk, so reading is apart from the chain of updates, and runs over
-several chunks at once. The weights before every chunk are kept for the backward pass, nothing of its inside. A chunk is six
-launches (twenty-nine with Muon; nine in the backward pass) on buffers that all chunks share.
+several chunks at once. The weights before every chunk are kept for the backward pass, nothing of its inside. A chunk is a few
+large launches on buffers that all chunks share: the GPU works longer on them than Python takes to launch them.
 Products are bfloat16 for bfloat16 inputs and float32 otherwise; weights, sums, directions and rates are float32.
 
 R are rows of the batched products: sequences times heads. Flat matrices `[R, 3 M D]` hold W0, W2, W1 (see `passes.py`).
