@@ -10,8 +10,9 @@ R are rows of the batched products: sequences times heads. Flat matrices `[R, 3 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -221,6 +222,13 @@ def _read_tiles_backward(
     torch.bmm(d_o.mT, d_hidden, out=d_w1)
 
 
+@contextlib.contextmanager
+def _alone(x: Tensor) -> Iterator[None]:
+    """The device of `x` is current, and products are of the dtypes they are given (a backward pass may run under autocast)."""
+    with on_device(x), torch.autocast(x.device.type, enabled=False):
+        yield
+
+
 def _owned(x: Tensor) -> Tensor:
     """A contiguous copy."""
     return x.clone(memory_format=torch.contiguous_format)
@@ -252,7 +260,7 @@ def _forward(
     step = k.new_empty(rows, entries)
     step02, step1 = split(step, size, hidden)
     keys, values, firsts = call.chunks(k), call.chunks(v), call.firsts
-    with on_device(q):
+    with _alone(q):
         for start in range(0, len(steps), span):
             end = min(start + span, len(steps))
             if start:
@@ -354,7 +362,7 @@ def _backward(
     d_o = torch.zeros_like(o) if d_o is None else d_o
     d_read = k.new_empty(sum(steps), entries)
     whole = 0, len(steps)
-    with on_device(q):
+    with _alone(q):
         for own_d_o, own_q, own_d_q, own, own_d in zip(
             *(call.tiles_read(x, *whole) for x in (d_o, q, d_q)),
             *(call.weights_read(x, b, *whole) for x, b in ((saved, call.blocks), (d_read, steps))),
@@ -446,7 +454,7 @@ _scan_operator = custom(
 
 def _read_forward(q: Tensor, flat: Tensor, hidden: int) -> tuple[Tensor]:
     o = torch.empty_like(q)
-    with on_device(q):
+    with _alone(q):
         _read_tiles(q, *split(flat.to(q.dtype), q.shape[2], hidden), o)
     return (o,)
 
@@ -454,7 +462,7 @@ def _read_forward(q: Tensor, flat: Tensor, hidden: int) -> tuple[Tensor]:
 def _read_backward(d_o: Tensor, q: Tensor, flat: Tensor, hidden: int, o: Tensor) -> tuple[Tensor, Tensor]:
     narrow, d_q = flat.to(q.dtype), torch.empty_like(q)
     d = torch.empty_like(narrow)
-    with on_device(q):
+    with _alone(q):
         _read_tiles_backward(d_o, q, *split(narrow, q.shape[2], hidden), d_q, *split(d, q.shape[2], hidden))
     return d_q, d.to(flat.dtype)
 
