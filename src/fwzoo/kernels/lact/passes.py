@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gpu import launch, read
+from ..gpu import launch, parts, read
 from .rules import NORM_EPS, WIDEST
 
 ELEMENTS = 2048  # of every operand a program holds
@@ -23,7 +23,7 @@ ELEMENTS = 2048  # of every operand a program holds
 
 def _blocks(size: int, most: int = ELEMENTS) -> tuple[int, int]:
     """Columns and rows of a program's tile."""
-    columns = min(triton.next_power_of_2(size), most)
+    columns = min(1 << (size - 1).bit_length(), most)
     return columns, max(1, ELEMENTS // columns)
 
 
@@ -75,7 +75,7 @@ def swiglu(both: Tensor) -> Tensor:
     """Hidden units `[R, C, M]`, in the place of the gates of `[R, C, 2 M]`."""
     rows, hidden = both.shape[0] * both.shape[1], both.shape[2] // 2
     columns, lines = _blocks(hidden, 512)
-    grid = triton.cdiv(rows, lines), triton.cdiv(hidden, columns)
+    grid = parts(rows, lines), parts(hidden, columns)
     launch(_swiglu_kernel, grid, both=both, rows=rows, M=hidden, ROWS=lines, BM=columns)
     return both[..., :hidden]
 
@@ -98,7 +98,7 @@ def swiglu_backward(both: Tensor, d_hidden: Tensor) -> None:
     """The gradients of gates and ups in their place, and the hidden units in the place of their gradient."""
     rows, hidden = both.shape[0] * both.shape[1], d_hidden.shape[2]
     columns, lines = _blocks(hidden, 512)
-    grid = triton.cdiv(rows, lines), triton.cdiv(hidden, columns)
+    grid = parts(rows, lines), parts(hidden, columns)
     launch(_swiglu_backward_kernel, grid, both=both, d_hidden=d_hidden, rows=rows, M=hidden, ROWS=lines, BM=columns)
 
 
@@ -143,7 +143,7 @@ def written(both: Tensor, error: Tensor, rates: Tensor, first: int) -> None:
     rows, hidden = error.shape[0] * error.shape[1], error.shape[2]
     columns, lines = _blocks(hidden, 512)
     launch(
-        _written_kernel, (triton.cdiv(rows, lines), triton.cdiv(hidden, columns)), both=both, error=error, rates=rates,
+        _written_kernel, (parts(rows, lines), parts(hidden, columns)), both=both, error=error, rates=rates,
         rows=rows, first=first, plane=rates.stride(0), M=hidden, PER_CHANNEL=rates.shape[2] > 1, ROWS=lines, BM=columns,
     )  # fmt: skip
 
@@ -207,7 +207,7 @@ def written_backward(four: Tensor, two: Tensor, rates: Tensor, d_rates: Tensor, 
     rows, hidden = two.shape[0] * two.shape[1], two.shape[2] // 2
     columns, lines = _blocks(hidden, 1024)
     launch(
-        _written_backward_kernel, (triton.cdiv(rows, lines),), four=four, two=two, rates=rates, d_rates=d_rates, rows=rows,
+        _written_backward_kernel, (parts(rows, lines),), four=four, two=two, rates=rates, d_rates=d_rates, rows=rows,
         first=first, plane=rates.stride(0), M=hidden, PER_CHANNEL=rates.shape[2] > 1, ROWS=lines, BM=columns, num_warps=8,
     )  # fmt: skip
 
@@ -273,7 +273,7 @@ def _step_kernel(
 def _flat_grid(rows: int, size: int, hidden: int) -> tuple[tuple[int], dict[str, int]]:
     columns, lines = _blocks(max(size, hidden), WIDEST)
     total = rows * (2 * hidden + size)
-    return (triton.cdiv(total, lines),), {"total": total, "D": size, "M": hidden, "ROWS": lines, "BF": columns}
+    return (parts(total, lines),), {"total": total, "D": size, "M": hidden, "ROWS": lines, "BF": columns}
 
 
 def step_weights(
@@ -308,7 +308,7 @@ def _put_beside(beside, b, row, f, value, ok, half: tl.constexpr, D: tl.constexp
 
 @triton.jit
 def _direction_backward(
-    d, d_last, last, kept, parts, first, r, b, at, f, moves, inside, ok,
+    d, d_last, last, kept, d_kept, first, r, b, at, f, moves, inside, ok,
     D: tl.constexpr, M: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Gradient of a chunk's direction with its momentum, from what reaches it by the step; and that of the one before."""
@@ -319,14 +319,14 @@ def _direction_backward(
     if MASKED:
         earlier, products = tl.where(moves[:, None], earlier, later), tl.where(moves, products, 0.0)
     _put(d_last, at, f, earlier, ok)
-    tl.store(parts + first.to(tl.int64) * (2 * M + D) + r, products, mask=inside)
+    tl.store(d_kept + first.to(tl.int64) * (2 * M + D) + r, products, mask=inside)
     return d
 
 
 @triton.jit(do_not_specialize=["some_read", "some_written", "first", "full_at", "total", "heads"])
 def _step_backward_kernel(
     d_weights, d_sums, read_grad, write_grad, some_read, some_written, d_last, last, kept, full, after, before, lengths,
-    norms, d_norms, d_step, beside, parts, first, full_at, total, heads,
+    norms, d_norms, d_step, beside, d_kept, first, full_at, total, heads,
     D: tl.constexpr, M: tl.constexpr, MOMENTUM: tl.constexpr, MASKED: tl.constexpr, PRENORM: tl.constexpr,
     EPS: tl.constexpr, ROWS: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
@@ -355,7 +355,7 @@ def _step_backward_kernel(
         _put(d_sums, at, f, tl.where(moves[:, None], d, old) if MASKED else d, ok)
     _put(d_weights, at, f, tl.where(moves[:, None], d_before, grad) if MASKED else d_before, ok)
     if MOMENTUM:
-        d = _direction_backward(d, d_last, last, kept, parts, first, r, b, at, f, moves, inside, ok, D, M, MASKED)
+        d = _direction_backward(d, d_last, last, kept, d_kept, first, r, b, at, f, moves, inside, ok, D, M, MASKED)
     if MASKED:
         d = tl.where(moves[:, None], d, 0.0)
     # the weights that the chunk had read lie beside the gradient: one product takes both
@@ -369,7 +369,7 @@ def _step_backward_kernel(
 def step_weights_backward(
     rows: int, d_weights: Tensor, d_sums: Tensor | None, read_grad: Tensor, write_grad: Tensor, later: int, written: bool,
     d_last: Tensor | None, last: Tensor | None, kept: Tensor | None, place: Place, after: Tensor, before: Tensor,
-    lengths: Tensor, norms: Tensor, d_norms: Tensor, apart: bool, beside: Tensor, parts: Tensor, size: int, hidden: int,
+    lengths: Tensor, norms: Tensor, d_norms: Tensor, apart: bool, beside: Tensor, d_kept: Tensor, size: int, hidden: int,
 ) -> Tensor | None:  # fmt: skip
     """The backward pass of `step_weights`, for the first `rows` rows; kept, lengths and norms are as there.
 
@@ -380,14 +380,14 @@ def step_weights_backward(
         last: the direction before. after, before: the weights, as saved. d_norms: float32, added to.
         apart: whether the gradient of the direction is returned, in the dtype of the products.
         beside: `[R, 6 M D]`, filled with `[dG02; W02]` and `[dG1 | W1]` (where it is apart, without dG).
-        parts: float32 `[rows, 2 M + D]`, filled with parts of the gradient of `kept`.
+        d_kept: float32 `[rows, 2 M + D]`, filled with parts of the gradient of `kept`.
     """
     grid, constants = _flat_grid(rows, size, hidden)
     d_step = write_grad.new_empty(rows, write_grad.shape[1]) if apart else None
     launch(
         _step_backward_kernel, grid, d_weights=d_weights, d_sums=d_sums, read_grad=read_grad, write_grad=write_grad,
         some_read=later, some_written=later if written else 0, d_last=d_last, last=last, kept=kept, after=after,
-        before=before, lengths=lengths, norms=norms, d_norms=d_norms, d_step=d_step, beside=beside, parts=parts,
+        before=before, lengths=lengths, norms=norms, d_norms=d_norms, d_step=d_step, beside=beside, d_kept=d_kept,
         **place.arguments(), **constants, MOMENTUM=d_last is not None, PRENORM=d_sums is not None, EPS=NORM_EPS,
     )  # fmt: skip
     return d_step
@@ -428,7 +428,7 @@ def direct(
 
 @triton.jit(do_not_specialize=["first", "full_at", "total", "heads"])
 def _direct_backward_kernel(
-    d_step, d_last, last, kept, full, beside, parts, first, full_at, total, heads,
+    d_step, d_last, last, kept, full, beside, d_kept, first, full_at, total, heads,
     D: tl.constexpr, M: tl.constexpr, MOMENTUM: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr,
     BF: tl.constexpr,
 ):  # fmt: skip
@@ -438,7 +438,7 @@ def _direct_backward_kernel(
     moves = _moving(full, full_at, b, heads, inside, MASKED)
     d = _at(d_step, at, f, ok)
     if MOMENTUM:
-        d = _direction_backward(d, d_last, last, kept, parts, first, r, b, at, f, moves, inside, ok, D, M, MASKED)
+        d = _direction_backward(d, d_last, last, kept, d_kept, first, r, b, at, f, moves, inside, ok, D, M, MASKED)
     if MASKED:
         d = tl.where(moves[:, None], d, 0.0)
     _put_beside(beside, b, row, f, d, ok, 0, D, M)
@@ -446,11 +446,11 @@ def _direct_backward_kernel(
 
 def direct_backward(
     d_step: Tensor, d_last: Tensor | None, last: Tensor | None, kept: Tensor | None, place: Place, beside: Tensor,
-    parts: Tensor, size: int, hidden: int,
+    d_kept: Tensor, size: int, hidden: int,
 ) -> None:  # fmt: skip
     """The backward pass of `direct`, into `beside`; arguments as in `step_weights_backward`."""
     grid, constants = _flat_grid(d_step.shape[0], size, hidden)
     launch(
-        _direct_backward_kernel, grid, d_step=d_step, d_last=d_last, last=last, kept=kept, beside=beside, parts=parts,
+        _direct_backward_kernel, grid, d_step=d_step, d_last=d_last, last=last, kept=kept, beside=beside, d_kept=d_kept,
         **place.arguments(), **constants, MOMENTUM=d_last is not None,
     )  # fmt: skip

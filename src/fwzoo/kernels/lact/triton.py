@@ -358,7 +358,7 @@ def _backward(
     d_keys, d_values = call.chunks(d_k), call.chunks(d_v)
     for x in (*d_keys[updates:], *d_values[updates:], d_rates[:, firsts[updates] * chunk :]):
         x.zero_()
-    parts = norms.new_zeros(0 if kept is None else sum(steps), norms.shape[1])  # of the gradient of `kept`
+    d_kept = norms.new_zeros(0 if kept is None else sum(steps), norms.shape[1])  # of the gradient of `kept`
     d_o = torch.zeros_like(o) if d_o is None else d_o
     d_read = k.new_empty(sum(steps), entries)
     whole = 0, len(steps)
@@ -389,14 +389,14 @@ def _backward(
             d_step = passes.step_weights_backward(
                 n, d_weights, d_sums, reads[min(i + 1, len(steps) - 1)], d_write, later, i + 1 < updates,
                 None if muon else d_last, before_last, kept, place, slots[i + 1], slots[i], lengths, norms, d_norms, muon,
-                beside, parts, size, hidden,
+                beside, d_kept, size, hidden,
             )  # fmt: skip
             if d_step is not None:
                 assert directions is not None
                 direction = directions[i + 1]
                 _, trail = orthogonal(direction, size, hidden)
                 d_step = orthogonal_backward(d_step, direction, trail, size, hidden)
-                passes.direct_backward(d_step, d_last, before_last, kept, place, beside, parts, size, hidden)
+                passes.direct_backward(d_step, d_last, before_last, kept, place, beside, d_kept, size, hidden)
             w02, w1, own_four, own_two = (_first(x, n) for x in (beside02, beside1, four, two))
             per_channel = ((0, slice(None, hidden)), (2, slice(hidden, 2 * hidden)))
             if rates.shape[2] == 1:
@@ -425,7 +425,7 @@ def _backward(
         d_weights[:rows] += d_write
     none = norms.new_empty(0)
     return (
-        d_q, d_k, d_v, d_rates, none.clone() if kept is None else parts.sum(1), d_weights,
+        d_q, d_k, d_v, d_rates, none.clone() if kept is None else d_kept.sum(1), d_weights,
         none.clone() if d_sums is None else d_sums, d_norms, none.clone() if d_last is None else d_last,
     )  # fmt: skip
 
