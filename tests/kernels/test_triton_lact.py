@@ -154,11 +154,13 @@ def test_reading_a_few_chunks_at_once(batch: int, monkeypatch: pytest.MonkeyPatc
     from fwzoo.kernels.lact import triton
 
     arguments = on_device(draw(batch=batch, tokens=45, dtype=torch.float32))
-    kept, _ = lact(**{n: x.requires_grad_() for n, x in arguments.items()}, chunk_size=8, level="triton")
-    monkeypatch.setattr(triton, "READ_TOKENS", 16)
-    with torch.no_grad():
+    expected, _ = lact(**arguments, chunk_size=8, level="chunk")
+    for tokens in (8, 32):  # one chunk of all rows at a time, or up to four of one row where there are two
+        monkeypatch.setattr(triton, "READ_TOKENS", tokens)
         o, _ = lact(**arguments, chunk_size=8, level="triton")
-    assert error(o, kept) < 1e-5
+        kept, _ = lact(**{n: x.requires_grad_() for n, x in arguments.items()}, chunk_size=8, level="triton")
+        assert error(o, expected) < 1e-5 and error(kept, expected) < 1e-5
+        arguments = {name: x.detach() for name, x in arguments.items()}
 
 
 @pytest.mark.triton

@@ -28,7 +28,7 @@ from .chunk import in_chunks, read_plainly, waiting_tokens
 from .muon import orthogonal, orthogonal_backward, split
 from .rules import LactState, Options, Tokens
 
-READ_TOKENS = 1 << 14  # of one read: enough to fill the card, and few enough for their hidden units to stay small
+READ_TOKENS = 1 << 13  # of one read: enough to fill the card, and few enough for their hidden units to stay small
 
 
 def lact_triton(
@@ -147,21 +147,36 @@ class _Call:
     """Sizes of a call, and views of its tensors.
 
     Attributes:
-        steps: active rows of every chunk number. heads, size, hidden: H, D, M. updates: chunk numbers that can be full.
+        steps: active rows of every chunk number. heads, chunk, size, hidden: H, C, D, M. updates: chunk numbers that can be full.
         dense: tiles are `[S, R, C, F]`; otherwise `[sum of steps, C, F]`.
     """
 
     steps: list[int]
     heads: int
+    chunk: int
     size: int
     hidden: int
     updates: int
     dense: bool
 
     @property
+    def span(self) -> int:
+        """Chunk numbers that are read at once: some of one row, or one of all rows, whichever are more tiles."""
+        return some if self.dense and (some := self._some) > self.steps[0] else 1
+
+    @property
     def by_row(self) -> bool:
-        """Whether a read takes many chunks of one row, and not all rows of one chunk."""
-        return self.dense and len(self.steps) > self.steps[0]
+        """Whether a read takes chunks of one row."""
+        return self.span > 1
+
+    @property
+    def most(self) -> int:
+        """Tiles of a read, at most."""
+        return self.span if self.by_row else self.steps[0]
+
+    @property
+    def _some(self) -> int:
+        return min(READ_TOKENS // self.chunk, len(self.steps))
 
     @property
     def blocks(self) -> list[int]:
@@ -172,10 +187,6 @@ class _Call:
     def firsts(self) -> list[int]:
         """Rows of all chunk numbers before each one."""
         return [0, *itertools.accumulate(self.steps)]
-
-    def span(self, chunk: int) -> int:
-        """Chunk numbers that are read at once; chunk: C."""
-        return max(1, READ_TOKENS // chunk) if self.by_row else 1
 
     def chunks(self, x: Tensor) -> Sequence[Tensor]:
         """Tiles of every chunk number."""
@@ -199,7 +210,7 @@ class _Call:
 
 
 def _call(k: Tensor, steps: list[int], sizes: list[int]) -> _Call:
-    return _Call(steps, sizes[0], k.shape[-1], sizes[1], sizes[2], k.ndim == 4)
+    return _Call(steps, sizes[0], k.shape[-2], k.shape[-1], sizes[1], sizes[2], k.ndim == 4)
 
 
 def _first(x: Tensor, n: int) -> Tensor:
@@ -207,8 +218,10 @@ def _first(x: Tensor, n: int) -> Tensor:
     return x if n == x.shape[0] else x[:n]
 
 
-def _read_tiles(q: Tensor, w02: Tensor, w1: Tensor, out: Tensor) -> None:
-    torch.bmm(passes.swiglu(torch.bmm(q, w02.mT)), w1.mT, out=out)
+def _read_tiles(q: Tensor, w02: Tensor, w1: Tensor, out: Tensor, both: Tensor) -> None:
+    """Fills `out` `[R, C, D]`, and `both` `[R, C, 2 M]` with what is of no use later."""
+    torch.bmm(q, w02.mT, out=both)
+    torch.bmm(passes.swiglu(both), w1.mT, out=out)
 
 
 def _read_tiles_backward(
@@ -243,7 +256,7 @@ def _forward(
     """
     call, (muon, keep) = _call(k, steps, sizes), (bool(x) for x in sizes[3:])
     size, hidden, rows, chunk, entries = call.size, call.hidden, steps[0], k.shape[-2], weights.shape[1]
-    span = len(steps) if keep else min(call.span(chunk), len(steps))
+    span = len(steps) if keep else call.span
     blocks = call.blocks if keep else [rows] * (min(span, call.updates) + 1)  # of which the weights are at hand
     saved, o = k.new_empty(sum(blocks), entries), torch.empty_like(q)
     directed = keep and (muon or last is not None)
@@ -256,7 +269,7 @@ def _forward(
     directions = saved_last.split(blocks) if directed else None
     if directions is not None and last is not None:
         directions[0].copy_(last[:rows])
-    both, error = k.new_empty(rows, chunk, 2 * hidden), k.new_empty(rows, chunk, hidden)
+    both, error = k.new_empty(max(rows, call.most), chunk, 2 * hidden), k.new_empty(rows, chunk, hidden)
     step = k.new_empty(rows, entries)
     step02, step1 = split(step, size, hidden)
     keys, values, firsts = call.chunks(k), call.chunks(v), call.firsts
@@ -293,9 +306,10 @@ def _forward(
                 call.weights_read(saved, blocks, start, end),
                 strict=True,
             ):
-                for piece in range(0, own_q.shape[0], many := _many(call, chunk, own_q)):
-                    here = slice(piece, piece + many)
-                    _read_tiles(own_q[here], own[0][here], own[1][here], own_o[here])
+                for piece in range(0, own_q.shape[0], call.most):
+                    here = slice(piece, piece + call.most)
+                    tiles = own_q[here]
+                    _read_tiles(tiles, own[0][here], own[1][here], own_o[here], _first(both, tiles.shape[0]))
     if not keep:
         saved = k.new_empty(0)
     none = norms.new_empty(0)
@@ -308,11 +322,6 @@ def _forward(
         lengths,
         saved_last,
     )
-
-
-def _many(call: _Call, chunk: int, x: Tensor) -> int:
-    """Of tiles that could be read at once, those that are."""
-    return call.span(chunk) if call.by_row else x.shape[0]
 
 
 def _scaled(k: Tensor, rate: Tensor, first: int) -> Tensor:
@@ -368,8 +377,8 @@ def _backward(
             *(call.weights_read(x, b, *whole) for x, b in ((saved, call.blocks), (d_read, steps))),
             strict=True,
         ):
-            for piece in range(0, own_q.shape[0], many := _many(call, chunk, own_q)):
-                here = slice(piece, piece + many)
+            for piece in range(0, own_q.shape[0], call.most):
+                here = slice(piece, piece + call.most)
                 _read_tiles_backward(*(x[here] for x in (own_d_o, own_q, *own, own_d_q, *own_d)))
         four, two = k.new_empty(rows, chunk, 4 * hidden), k.new_empty(rows, chunk, 2 * hidden)
         beside, d_write = k.new_empty(rows, 2 * entries), k.new_empty(rows, entries)
@@ -455,7 +464,8 @@ _scan_operator = custom(
 def _read_forward(q: Tensor, flat: Tensor, hidden: int) -> tuple[Tensor]:
     o = torch.empty_like(q)
     with _alone(q):
-        _read_tiles(q, *split(flat.to(q.dtype), q.shape[2], hidden), o)
+        both = q.new_empty(*q.shape[:2], 2 * hidden)
+        _read_tiles(q, *split(flat.to(q.dtype), q.shape[2], hidden), o, both)
     return (o,)
 
 
