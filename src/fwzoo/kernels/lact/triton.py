@@ -11,6 +11,7 @@ R are rows of the batched products: sequences times heads. Flat matrices `[R, 3 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -141,6 +142,8 @@ def _padded(x: Tensor, chunk: int) -> Tensor:
 
 # --- the operator of a scan ---
 
+Matrices = list[tuple[Tensor, Tensor]]  # W0 over W2 `[n, 2 M, D]`, and W1 `[n, D, M]`
+
 
 @dataclass(frozen=True)
 class _Call:
@@ -183,30 +186,37 @@ class _Call:
         """Rows of what is kept of the weights: before the first chunk, then after every update."""
         return [*self.steps[:1], *self.steps[: self.updates]]
 
-    @property
+    @functools.cached_property
     def firsts(self) -> list[int]:
         """Rows of all chunk numbers before each one."""
         return [0, *itertools.accumulate(self.steps)]
 
-    def chunks(self, x: Tensor) -> Sequence[Tensor]:
-        """Tiles of every chunk number."""
-        return x.unbind(0) if x.ndim == 4 else x.split(self.steps)
+    def tile(self, x: Tensor, i: int) -> Tensor:
+        """Tiles of chunk number i."""
+        return x[i] if self.dense else x[self.firsts[i] : self.firsts[i + 1]]
 
-    def matrices(self, flat: Tensor, blocks: list[int]) -> list[tuple[Tensor, Tensor]]:
+    def matrices(self, flat: Tensor, blocks: list[int]) -> Matrices:
         """W0 over W2, and W1, of every block of flat matrices."""
         return list(zip(*(x.split(blocks) for x in split(flat, self.size, self.hidden)), strict=True))
 
-    def tiles_read(self, x: Tensor, start: int, end: int) -> list[Tensor]:
-        """Tiles of chunk numbers `start` to `end`, in the pieces that are read at once."""
-        return list(x[start:end].unbind(1) if self.by_row else self.chunks(x)[start:end])
+    def reads(
+        self, start: int, end: int, tiles: Sequence[Tensor], weights: Sequence[tuple[Tensor, Matrices]]
+    ) -> Iterator[list[Tensor]]:
+        """What is read at once of chunk numbers `start` to `end`: of all `tiles`, then both matrices of all `weights`.
 
-    def weights_read(self, flat: Tensor, blocks: list[int], start: int, end: int) -> list[tuple[Tensor, Tensor]]:
-        """The matrices that these tiles read; the first of the blocks is that before chunk number `start`."""
-        if self.by_row:
-            rows = flat[: (end - start) * self.steps[0]].unflatten(0, (end - start, -1)).unbind(1)
-            return [split(x, self.size, self.hidden) for x in rows]
-        pieces = flat.split(blocks)[: end - start]
-        return [split(_first(x, n), self.size, self.hidden) for x, n in zip(pieces, self.steps[start:end], strict=True)]
+        weights: flat matrices, and `matrices` of them; the first block is that before chunk number `start`.
+        """
+        if not self.by_row:
+            for i in range(start, end):
+                both = (_first(x, self.steps[i]) for _, pieces in weights for x in pieces[i - start])
+                yield [*(self.tile(x, i) for x in tiles), *both]
+            return
+        rows, count = self.steps[0], end - start
+        by_chunk = [flat[: count * rows].unflatten(0, (count, rows)) for flat, _ in weights]
+        for row, first in itertools.product(range(rows), range(0, count, self.most)):
+            last = min(first + self.most, count)
+            both = (x for flat in by_chunk for x in split(flat[first:last, row], self.size, self.hidden))
+            yield [*(x[start + first : start + last, row] for x in tiles), *both]
 
 
 def _call(k: Tensor, steps: list[int], sizes: list[int]) -> _Call:
@@ -225,7 +235,7 @@ def _read_tiles(q: Tensor, w02: Tensor, w1: Tensor, out: Tensor, both: Tensor) -
 
 
 def _read_tiles_backward(
-    d_o: Tensor, q: Tensor, w02: Tensor, w1: Tensor, d_q: Tensor, d_w02: Tensor, d_w1: Tensor
+    d_o: Tensor, q: Tensor, d_q: Tensor, w02: Tensor, w1: Tensor, d_w02: Tensor, d_w1: Tensor
 ) -> None:
     """Fills d_q `[R, C, D]` and the gradients of the matrices."""
     both, d_hidden = torch.bmm(q, w02.mT), torch.bmm(d_o, w1)
@@ -272,14 +282,19 @@ def _forward(
     both, error = k.new_empty(max(rows, call.most), chunk, 2 * hidden), k.new_empty(rows, chunk, hidden)
     step = k.new_empty(rows, entries)
     step02, step1 = split(step, size, hidden)
-    keys, values, firsts = call.chunks(k), call.chunks(v), call.firsts
+    firsts = call.firsts
     with _alone(q):
         for start in range(0, len(steps), span):
             end = min(start + span, len(steps))
             if start:
                 slots[0].copy_(slots[-1])
             for i in range(start, min(end, call.updates)):
-                n, own_k, own_v, place = steps[i], keys[i], values[i], passes.Place(firsts[i], full, i, call.heads)
+                n, own_k, own_v, place = (
+                    steps[i],
+                    call.tile(k, i),
+                    call.tile(v, i),
+                    passes.Place(firsts[i], full, i, call.heads),
+                )
                 own_both, own_error, own_step02 = _first(both, n), _first(error, n), _first(step02, n)
                 w02, w1 = matrices[i - start]
                 torch.bmm(own_k, _first(w02, n).mT, out=own_both)
@@ -301,15 +316,8 @@ def _forward(
                     own_step, own_last, kept, place, weights if sums is None else sums, weights, norms,
                     slots[i - start + 1], lengths if keep else None, None if muon else direction, size, hidden,
                 )  # fmt: skip
-            for own_q, own_o, own in zip(
-                *(call.tiles_read(x, start, end) for x in (q, o)),
-                call.weights_read(saved, blocks, start, end),
-                strict=True,
-            ):
-                for piece in range(0, own_q.shape[0], call.most):
-                    here = slice(piece, piece + call.most)
-                    tiles = own_q[here]
-                    _read_tiles(tiles, own[0][here], own[1][here], own_o[here], _first(both, tiles.shape[0]))
+            for own_q, own_o, w02, w1 in call.reads(start, end, (q, o), [(saved, matrices)]):
+                _read_tiles(own_q, w02, w1, own_o, _first(both, own_q.shape[0]))
     if not keep:
         saved = k.new_empty(0)
     none = norms.new_empty(0)
@@ -364,22 +372,16 @@ def _backward(
     assert d_weights is not None
     norms, d_norms = norms.contiguous(), torch.zeros_like(norms, memory_format=torch.contiguous_format)
     d_q, d_k, d_v, d_rates = (torch.empty_like(x) for x in (q, k, v, rates))
-    d_keys, d_values = call.chunks(d_k), call.chunks(d_v)
-    for x in (*d_keys[updates:], *d_values[updates:], d_rates[:, firsts[updates] * chunk :]):
-        x.zero_()
+    d_rates[:, firsts[updates] * chunk :].zero_()
+    for x in (d_k, d_v):
+        x[updates if call.dense else firsts[updates] :].zero_()
     d_kept = norms.new_zeros(0 if kept is None else sum(steps), norms.shape[1])  # of the gradient of `kept`
     d_o = torch.zeros_like(o) if d_o is None else d_o
     d_read = k.new_empty(sum(steps), entries)
-    whole = 0, len(steps)
+    flat = (saved, call.matrices(saved, call.blocks)), (d_read, call.matrices(d_read, steps))
     with _alone(q):
-        for own_d_o, own_q, own_d_q, own, own_d in zip(
-            *(call.tiles_read(x, *whole) for x in (d_o, q, d_q)),
-            *(call.weights_read(x, b, *whole) for x, b in ((saved, call.blocks), (d_read, steps))),
-            strict=True,
-        ):
-            for piece in range(0, own_q.shape[0], call.most):
-                here = slice(piece, piece + call.most)
-                _read_tiles_backward(*(x[here] for x in (own_d_o, own_q, *own, own_d_q, *own_d)))
+        for own in call.reads(0, len(steps), (d_o, q, d_q), flat):
+            _read_tiles_backward(*own)
         four, two = k.new_empty(rows, chunk, 4 * hidden), k.new_empty(rows, chunk, 2 * hidden)
         beside, d_write = k.new_empty(rows, 2 * entries), k.new_empty(rows, entries)
         cut = 4 * hidden * size
@@ -390,9 +392,13 @@ def _backward(
         d_write02, d_write1 = split(d_write, size, hidden)
         reads, slots = d_read.split(steps), saved.split(call.blocks)
         directions = saved_last.split(call.blocks) if saved_last.numel() else None
-        keys, values = call.chunks(k), call.chunks(v)
         for i in reversed(range(updates)):
-            n, own_k, own_v, place = steps[i], keys[i], values[i], passes.Place(firsts[i], full, i, call.heads)
+            n, own_k, own_v, place = (
+                steps[i],
+                call.tile(k, i),
+                call.tile(v, i),
+                passes.Place(firsts[i], full, i, call.heads),
+            )
             later = steps[i + 1] if i + 1 < len(steps) else 0
             before_last = None if directions is None else directions[i]
             d_step = passes.step_weights_backward(
@@ -419,7 +425,7 @@ def _backward(
             torch.bmm(own_four[..., 2 * hidden :].mT, own_k, out=_first(d_write02, n))
             torch.bmm(own_v.mT, own_two[..., hidden:], out=_first(d_write1, n))
             if rates.shape[2] == 1:
-                torch.bmm(own_four, w02, out=d_keys[i])
+                torch.bmm(own_four, w02, out=call.tile(d_k, i))
             else:
                 d = torch.bmm(own_four[..., 2 * hidden :], w02[:, 2 * hidden :]).float()
                 here = slice(firsts[i] * chunk, firsts[i + 1] * chunk)
@@ -427,8 +433,8 @@ def _backward(
                     d_scaled = torch.bmm(own_four[..., part], w02[:, part]).float()
                     d_rates[j, here] = (d_scaled * own_k).flatten(0, 1)
                     d += d_scaled * rates[j, here].view(d.shape)
-                d_keys[i].copy_(d)
-            torch.bmm(own_two, w1.mT, out=d_values[i])
+                call.tile(d_k, i).copy_(d)
+            torch.bmm(own_two, w1.mT, out=call.tile(d_v, i))
     d_weights[:rows] += reads[0]
     if updates:
         d_weights[:rows] += d_write
@@ -473,7 +479,7 @@ def _read_backward(d_o: Tensor, q: Tensor, flat: Tensor, hidden: int, o: Tensor)
     narrow, d_q = flat.to(q.dtype), torch.empty_like(q)
     d = torch.empty_like(narrow)
     with _alone(q):
-        _read_tiles_backward(d_o, q, *split(narrow, q.shape[2], hidden), d_q, *split(d, q.shape[2], hidden))
+        _read_tiles_backward(d_o, q, d_q, *split(narrow, q.shape[2], hidden), *split(d, q.shape[2], hidden))
     return d_q, d.to(flat.dtype)
 
 
