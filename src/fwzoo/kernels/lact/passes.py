@@ -1,21 +1,21 @@
 """What lies between the matrix products of LaCT on a GPU: element by element and row by row, each in one Triton kernel.
 
 Rows of tokens are `[R, C, .]` with R = N * H; every kernel writes over what it reads, so that a chunk stays in the cache.
-Arithmetic is float32, whatever the buffers hold. The device of the tensors is the current one. Imported only by the `triton`
-level.
+Arithmetic is float32, whatever the buffers hold. The device of the tensors is the current one.
+
+The functions prepare launches, which find their place by `first`, the rows of all chunk numbers before a chunk, and `full_at`,
+where its part of `full` begins. Imported only by the `triton` level.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gpu import launch, parts, read
+from ..gpu import Prepared, parts, read
 from .rules import NORM_EPS, WIDEST
 
 ELEMENTS = 2048  # of every operand a program holds
@@ -38,25 +38,25 @@ def _put(x, rows, columns, value, ok):
     tl.store(x + rows[:, None] + columns[None, :], value.to(x.dtype.element_ty), mask=ok)
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a chunk number is in what all chunks share.
+def _flat(
+    kernel: Any,
+    varying: tuple[str, ...],
+    rows: int,
+    full: Tensor | None,
+    heads: int,
+    size: int,
+    hidden: int,
+    **others: Any,
+) -> Prepared:
+    """Launches of a kernel over rows of flat matrices `[rows, 3 M D]`.
 
-    Attributes:
-        first: rows of all chunk numbers before it.
-        full: int32 `[.., N]`, which documents' chunks are full, None: all. chunk: its number. heads: H.
+    full: int32, which documents' chunks are full, chunk after chunk; None: all. heads: H. size, hidden: D and M.
     """
-
-    first: int
-    full: Tensor | None
-    chunk: int
-    heads: int
-
-    def arguments(self) -> dict[str, Any]:
-        """What kernels take."""
-        masked = self.full is not None
-        begin = 0 if self.full is None else self.chunk * self.full.shape[1]
-        return {"first": self.first, "full": self.full, "full_at": begin, "heads": self.heads, "MASKED": masked}
+    columns, lines = _blocks(max(size, hidden), WIDEST)
+    total, masked = rows * (2 * hidden + size), full is not None
+    constants = {"heads": heads, "total": total, "D": size, "M": hidden, "ROWS": lines, "BF": columns, "EPS": NORM_EPS}
+    names = "first", "full_at", *varying
+    return Prepared(kernel, (parts(total, lines),), names, full=full, MASKED=masked, **constants, **others)
 
 
 # --- reading: h = silu(gate) * up ---
@@ -71,13 +71,13 @@ def _swiglu_kernel(both, rows, M: tl.constexpr, ROWS: tl.constexpr, BM: tl.const
     _put(both, r * 2 * M, m, gate * tl.sigmoid(gate) * up, ok)
 
 
-def swiglu(both: Tensor) -> Tensor:
+def swiglu(both: Tensor) -> Prepared:
     """Hidden units `[R, C, M]`, in the place of the gates of `[R, C, 2 M]`."""
     rows, hidden = both.shape[0] * both.shape[1], both.shape[2] // 2
     columns, lines = _blocks(hidden, 512)
     grid = parts(rows, lines), parts(hidden, columns)
-    launch(_swiglu_kernel, grid, both=both, rows=rows, M=hidden, ROWS=lines, BM=columns)
-    return both[..., :hidden]
+    constants = {"M": hidden, "ROWS": lines, "BM": columns}
+    return Prepared(_swiglu_kernel, grid, (), both=both, rows=rows, **constants)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -94,12 +94,12 @@ def _swiglu_backward_kernel(both, d_hidden, rows, M: tl.constexpr, ROWS: tl.cons
     _put(d_hidden, r * M, m, active * up, ok)
 
 
-def swiglu_backward(both: Tensor, d_hidden: Tensor) -> None:
+def swiglu_backward(both: Tensor, d_hidden: Tensor) -> Prepared:
     """The gradients of gates and ups in their place, and the hidden units in the place of their gradient."""
     rows, hidden = both.shape[0] * both.shape[1], d_hidden.shape[2]
     columns, lines = _blocks(hidden, 512)
-    grid = parts(rows, lines), parts(hidden, columns)
-    launch(_swiglu_backward_kernel, grid, both=both, d_hidden=d_hidden, rows=rows, M=hidden, ROWS=lines, BM=columns)
+    others = {"both": both, "d_hidden": d_hidden, "rows": rows, "M": hidden, "ROWS": lines, "BM": columns}
+    return Prepared(_swiglu_backward_kernel, (parts(rows, lines), parts(hidden, columns)), (), **others)
 
 
 # --- what a chunk writes: rows whose products with k and v are the three directions ---
@@ -134,17 +134,17 @@ def _written_kernel(
     _put(error, r * M, m, one, ok)
 
 
-def written(both: Tensor, error: Tensor, rates: Tensor, first: int) -> None:
+def written(both: Tensor, error: Tensor, rates: Tensor) -> Prepared:
     """From gates and ups `[R, C, 2 M]` and errors `[R, C, M]`, in their place, the rows that W0, W2 and W1 get.
 
-    Args:
-        rates: float32 `[3, rows, 1 or M]`. first: row of the chunk's first token in it.
+    The launch takes the row of `rates` that the chunk's first token has.
     """
     rows, hidden = error.shape[0] * error.shape[1], error.shape[2]
     columns, lines = _blocks(hidden, 512)
-    launch(
-        _written_kernel, (parts(rows, lines), parts(hidden, columns)), both=both, error=error, rates=rates,
-        rows=rows, first=first, plane=rates.stride(0), M=hidden, PER_CHANNEL=rates.shape[2] > 1, ROWS=lines, BM=columns,
+    grid = parts(rows, lines), parts(hidden, columns)
+    return Prepared(
+        _written_kernel, grid, ("first",), both=both, error=error, rates=rates, rows=rows, plane=rates.stride(0), M=hidden,
+        PER_CHANNEL=rates.shape[2] > 1, ROWS=lines, BM=columns,
     )  # fmt: skip
 
 
@@ -196,8 +196,8 @@ def _written_backward_kernel(
         tl.store(d_rates + 2 * plane + at, sum2, mask=inside)
 
 
-def written_backward(four: Tensor, two: Tensor, rates: Tensor, d_rates: Tensor, first: int) -> None:
-    """The backward pass of `written`, all in place.
+def written_backward(four: Tensor, two: Tensor, rates: Tensor, d_rates: Tensor) -> Prepared:
+    """The backward pass of `written`, all in place; the launch takes the same.
 
     Args:
         four: `[R, C, 4 M]`, gradients of the rows of W0 and W2, gates, ups; becomes the rows and the gradients of gates, ups.
@@ -206,9 +206,9 @@ def written_backward(four: Tensor, two: Tensor, rates: Tensor, d_rates: Tensor, 
     """
     rows, hidden = two.shape[0] * two.shape[1], two.shape[2] // 2
     columns, lines = _blocks(hidden, 1024)
-    launch(
-        _written_backward_kernel, (parts(rows, lines),), four=four, two=two, rates=rates, d_rates=d_rates, rows=rows,
-        first=first, plane=rates.stride(0), M=hidden, PER_CHANNEL=rates.shape[2] > 1, ROWS=lines, BM=columns, num_warps=8,
+    return Prepared(
+        _written_backward_kernel, (parts(rows, lines),), ("first",), four=four, two=two, rates=rates, d_rates=d_rates,
+        rows=rows, plane=rates.stride(0), M=hidden, PER_CHANNEL=rates.shape[2] > 1, ROWS=lines, BM=columns, num_warps=8,
     )  # fmt: skip
 
 
@@ -270,31 +270,31 @@ def _step_kernel(
         tl.store(lengths + first.to(tl.int64) * (2 * M + D) + r, length, mask=inside)
 
 
-def _flat_grid(rows: int, size: int, hidden: int) -> tuple[tuple[int], dict[str, int]]:
-    columns, lines = _blocks(max(size, hidden), WIDEST)
-    total = rows * (2 * hidden + size)
-    return (parts(total, lines),), {"total": total, "D": size, "M": hidden, "ROWS": lines, "BF": columns}
-
-
 def step_weights(
-    step: Tensor, last: Tensor | None, kept: Tensor | None, place: Place, sums: Tensor, weights: Tensor, norms: Tensor,
-    saved: Tensor, lengths: Tensor | None, direction: Tensor | None, size: int, hidden: int,
-) -> None:  # fmt: skip
-    """Add a direction, with momentum, to the weights, and give their rows the norms of the beginning.
+    rows: int, last: Tensor | None, kept: Tensor | None, full: Tensor | None, heads: int, sums: Tensor, weights: Tensor,
+    norms: Tensor, lengths: Tensor | None, directed: bool, size: int, hidden: int,
+) -> Prepared:  # fmt: skip
+    """Add a direction, with momentum, to the first `rows` rows of the weights, and give them the norms of the beginning.
+
+    The launch takes, behind `first` and `full_at`, the direction, what is filled with the new weights and, where `directed`,
+    what is filled with the new direction.
 
     Args:
-        step: the direction, of the first rows of all others. last: the direction before, float32, replaced by the new one;
-            None: no momentum. kept: float32 `[rows]`, the share of it that is kept.
+        rows: R.
+        last: the direction before, float32, replaced by the new one; None: no momentum.
+        kept: float32 `[all rows]`, the share of that direction that is kept.
+        full, heads: as in `_flat`.
         sums: float32, advanced in place; the weights themselves unless the sums are kept un-normalised.
-        weights: float32, replaced. norms: float32 `[R, 2 M + D]`. saved: filled with the new weights.
-        lengths: `[rows, 2 M + D]`, filled with the norms of the rows before they are rescaled; None: nothing is kept.
-        direction: filled with the new direction where there is momentum. size, hidden: D and M.
+        weights: float32, replaced.
+        norms: float32 `[R, 2 M + D]`, of the rows of the initial weights.
+        lengths: `[all rows, 2 M + D]`, filled with the norms of the rows before they are rescaled; None: nothing is kept.
+        directed: whether there is momentum, and a backward pass for which the direction is kept.
+        size, hidden: D and M.
     """
-    grid, constants = _flat_grid(step.shape[0], size, hidden)
-    launch(
-        _step_kernel, grid, step=step, last=last, kept=kept, sums=sums, weights=weights, norms=norms, saved=saved,
-        lengths=lengths, direction=direction, **place.arguments(), **constants, MOMENTUM=last is not None,
-        PRENORM=sums is not weights, KEEP=lengths is not None, EPS=NORM_EPS,
+    return _flat(
+        _step_kernel, ("step", "saved", *(["direction"] if directed else [])), rows, full, heads, size, hidden, last=last,
+        kept=kept, sums=sums, weights=weights, norms=norms, lengths=lengths, MOMENTUM=last is not None,
+        PRENORM=sums is not weights, KEEP=lengths is not None,
     )  # fmt: skip
 
 
@@ -367,30 +367,30 @@ def _step_backward_kernel(
 
 
 def step_weights_backward(
-    rows: int, d_weights: Tensor, d_sums: Tensor | None, read_grad: Tensor, write_grad: Tensor, later: int, written: bool,
-    d_last: Tensor | None, last: Tensor | None, kept: Tensor | None, place: Place, after: Tensor, before: Tensor,
-    lengths: Tensor, norms: Tensor, d_norms: Tensor, apart: bool, beside: Tensor, d_kept: Tensor, size: int, hidden: int,
-) -> Tensor | None:  # fmt: skip
-    """The backward pass of `step_weights`, for the first `rows` rows; kept, lengths and norms are as there.
+    rows: int, d_weights: Tensor, d_sums: Tensor | None, write_grad: Tensor, d_last: Tensor | None, kept: Tensor | None,
+    full: Tensor | None, heads: int, lengths: Tensor, norms: Tensor, d_norms: Tensor, d_step: Tensor | None,
+    beside: Tensor, d_kept: Tensor, size: int, hidden: int,
+) -> Prepared:  # fmt: skip
+    """The backward pass of `step_weights`.
+
+    The launch takes, behind `first` and `full_at`, more of the gradient of the new weights, for how many rows that and
+    `write_grad` are, the weights after and before, as saved, and, with momentum, the direction before.
 
     Args:
         d_weights: float32, gradient of the new weights, becomes that of the ones before. d_sums: the same of the sums.
-        read_grad, write_grad: more of the gradient of the new weights, for the first `later` rows, the second one only if
-            `written`. d_last: float32, gradient of the new direction, becomes that of the one before; None: no momentum here.
-        last: the direction before. after, before: the weights, as saved. d_norms: float32, added to.
-        apart: whether the gradient of the direction is returned, in the dtype of the products.
-        beside: `[R, 6 M D]`, filled with `[dG02; W02]` and `[dG1 | W1]` (where it is apart, without dG).
-        d_kept: float32 `[rows, 2 M + D]`, filled with parts of the gradient of `kept`.
+        write_grad: more of the gradient of the new weights.
+        d_last: float32, gradient of the new direction, becomes that of the one before; None: no momentum here.
+        d_norms: float32, added to. d_step: filled with the gradient of the direction; None: it goes to `beside`.
+        beside: `[R, 6 M D]`, filled with `[dG02; W02]` and `[dG1 | W1]`.
+        d_kept: float32 `[all rows, 2 M + D]`, filled with parts of the gradient of `kept`.
+        the others: as in `step_weights`.
     """
-    grid, constants = _flat_grid(rows, size, hidden)
-    d_step = write_grad.new_empty(rows, write_grad.shape[1]) if apart else None
-    launch(
-        _step_backward_kernel, grid, d_weights=d_weights, d_sums=d_sums, read_grad=read_grad, write_grad=write_grad,
-        some_read=later, some_written=later if written else 0, d_last=d_last, last=last, kept=kept, after=after,
-        before=before, lengths=lengths, norms=norms, d_norms=d_norms, d_step=d_step, beside=beside, d_kept=d_kept,
-        **place.arguments(), **constants, MOMENTUM=d_last is not None, PRENORM=d_sums is not None, EPS=NORM_EPS,
+    names = "read_grad", "some_read", "some_written", "after", "before", *([] if d_last is None else ["last"])
+    return _flat(
+        _step_backward_kernel, names, rows, full, heads, size, hidden, d_weights=d_weights, d_sums=d_sums,
+        write_grad=write_grad, d_last=d_last, kept=kept, lengths=lengths, norms=norms, d_norms=d_norms, d_step=d_step,
+        beside=beside, d_kept=d_kept, MOMENTUM=d_last is not None, PRENORM=d_sums is not None,
     )  # fmt: skip
-    return d_step
 
 
 # --- the direction with its momentum where Newton-Schulz gets it ---
@@ -413,17 +413,17 @@ def _direct_kernel(
 
 
 def direct(
-    step: Tensor, last: Tensor | None, kept: Tensor | None, place: Place, out: Tensor | None, size: int, hidden: int
-) -> Tensor:
-    """A direction with its momentum, which also replaces the last one; arguments as in `step_weights`. out: what is filled."""
-    if last is None:
-        return step if out is None else out.copy_(step)
-    out = torch.empty_like(step) if out is None else out
-    grid, constants = _flat_grid(step.shape[0], size, hidden)
-    launch(
-        _direct_kernel, grid, step=step, last=last, kept=kept, direction=out, **place.arguments(), **constants
-    )  # fmt: skip
-    return out
+    step: Tensor, last: Tensor, kept: Tensor | None, full: Tensor | None, heads: int, size: int, hidden: int
+) -> Prepared:
+    """A direction with its momentum, which also replaces the last one.
+
+    The launch takes, behind `first` and `full_at`, what is filled with it.
+
+    Args:
+        step: the direction without momentum. the others: as in `step_weights`.
+    """
+    rows, others = step.shape[0], {"step": step, "last": last, "kept": kept}
+    return _flat(_direct_kernel, ("direction",), rows, full, heads, size, hidden, **others)
 
 
 @triton.jit(do_not_specialize=["first", "full_at", "total", "heads"])
@@ -445,12 +445,15 @@ def _direct_backward_kernel(
 
 
 def direct_backward(
-    d_step: Tensor, d_last: Tensor | None, last: Tensor | None, kept: Tensor | None, place: Place, beside: Tensor,
-    d_kept: Tensor, size: int, hidden: int,
-) -> None:  # fmt: skip
-    """The backward pass of `direct`, into `beside`; arguments as in `step_weights_backward`."""
-    grid, constants = _flat_grid(d_step.shape[0], size, hidden)
-    launch(
-        _direct_backward_kernel, grid, d_step=d_step, d_last=d_last, last=last, kept=kept, beside=beside, d_kept=d_kept,
-        **place.arguments(), **constants, MOMENTUM=d_last is not None,
+    rows: int, d_last: Tensor | None, kept: Tensor | None, full: Tensor | None, heads: int, beside: Tensor, d_kept: Tensor,
+    size: int, hidden: int,
+) -> Prepared:  # fmt: skip
+    """The backward pass of `direct`, into `beside`; arguments as in `step_weights_backward`.
+
+    The launch takes, behind `first` and `full_at`, the gradient that reaches the direction and, with momentum, the one before.
+    """
+    names = "d_step", *([] if d_last is None else ["last"])
+    return _flat(
+        _direct_backward_kernel, names, rows, full, heads, size, hidden, d_last=d_last, kept=kept, beside=beside,
+        d_kept=d_kept, MOMENTUM=d_last is not None,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,30 +186,35 @@ class _Call:
         """Rows of what is kept of the weights: before the first chunk, then after every update."""
         return [*self.steps[:1], *self.steps[: self.updates]]
 
-    @functools.cached_property
+    @property
     def firsts(self) -> list[int]:
         """Rows of all chunk numbers before each one."""
         return [0, *itertools.accumulate(self.steps)]
 
-    def tile(self, x: Tensor, i: int) -> Tensor:
-        """Tiles of chunk number i."""
-        return x[i] if self.dense else x[self.firsts[i] : self.firsts[i + 1]]
+    def chunks(self, x: Tensor) -> Sequence[Tensor]:
+        """Tiles of every chunk number."""
+        return x.unbind(0) if self.dense else x.split(self.steps)
+
+    def readable(self, x: Tensor) -> Tensor | Sequence[Tensor]:
+        """Tiles as `reads` takes them."""
+        return x if self.by_row else self.chunks(x)
 
     def matrices(self, flat: Tensor, blocks: list[int]) -> Matrices:
         """W0 over W2, and W1, of every block of flat matrices."""
         return list(zip(*(x.split(blocks) for x in split(flat, self.size, self.hidden)), strict=True))
 
     def reads(
-        self, start: int, end: int, tiles: Sequence[Tensor], weights: Sequence[tuple[Tensor, Matrices]]
+        self, start: int, end: int, tiles: Sequence[Any], weights: Sequence[tuple[Tensor, Matrices]]
     ) -> Iterator[list[Tensor]]:
         """What is read at once of chunk numbers `start` to `end`: of all `tiles`, then both matrices of all `weights`.
 
-        weights: flat matrices, and `matrices` of them; the first block is that before chunk number `start`.
+        Args:
+            tiles: as of `readable`. weights: flat matrices, and `matrices` of them; the first is before chunk number `start`.
         """
         if not self.by_row:
             for i in range(start, end):
                 both = (_first(x, self.steps[i]) for _, pieces in weights for x in pieces[i - start])
-                yield [*(self.tile(x, i) for x in tiles), *both]
+                yield [*(x[i] for x in tiles), *both]
             return
         rows, count = self.steps[0], end - start
         by_chunk = [flat[: count * rows].unflatten(0, (count, rows)) for flat, _ in weights]
@@ -228,21 +233,40 @@ def _first(x: Tensor, n: int) -> Tensor:
     return x if n == x.shape[0] else x[:n]
 
 
-def _read_tiles(q: Tensor, w02: Tensor, w1: Tensor, out: Tensor, both: Tensor) -> None:
-    """Fills `out` `[R, C, D]`, and `both` `[R, C, 2 M]` with what is of no use later."""
-    torch.bmm(q, w02.mT, out=both)
-    torch.bmm(passes.swiglu(both), w1.mT, out=out)
+def _reader(both: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+    """What fills outputs `[R, C, D]` from queries and the two matrices; both `[R, C, 2 M]` is its own."""
+    activate, units = passes.swiglu(both), both[..., : both.shape[2] // 2]
+
+    def run(q: Tensor, o: Tensor, w02: Tensor, w1: Tensor) -> None:
+        torch.bmm(q, w02.mT, out=both)
+        activate()
+        torch.bmm(units, w1.mT, out=o)
+
+    return run
 
 
-def _read_tiles_backward(
-    d_o: Tensor, q: Tensor, d_q: Tensor, w02: Tensor, w1: Tensor, d_w02: Tensor, d_w1: Tensor
-) -> None:
-    """Fills d_q `[R, C, D]` and the gradients of the matrices."""
-    both, d_hidden = torch.bmm(q, w02.mT), torch.bmm(d_o, w1)
-    passes.swiglu_backward(both, d_hidden)
-    torch.bmm(both, w02, out=d_q)
-    torch.bmm(both.mT, q, out=d_w02)
-    torch.bmm(d_o.mT, d_hidden, out=d_w1)
+def _reader_backward(both: Tensor, d_hidden: Tensor) -> Callable[..., None]:
+    """What fills d_q `[R, C, D]` and the gradients of the matrices; both `[R, C, 2 M]` and d_hidden `[R, C, M]` are its own."""
+    differentiate, transposed = passes.swiglu_backward(both, d_hidden), both.mT
+
+    def run(d_o: Tensor, q: Tensor, d_q: Tensor, w02: Tensor, w1: Tensor, d_w02: Tensor, d_w1: Tensor) -> None:
+        torch.bmm(q, w02.mT, out=both)
+        torch.bmm(d_o, w1, out=d_hidden)
+        differentiate()
+        torch.bmm(both, w02, out=d_q)
+        torch.bmm(transposed, q, out=d_w02)
+        torch.bmm(d_o.mT, d_hidden, out=d_w1)
+
+    return run
+
+
+def _read_all_backward(call: _Call, d_o: Tensor, q: Tensor, d_q: Tensor, saved: Tensor, d_saved: Tensor) -> None:
+    """The backward pass of all reads: fills d_q, and the gradients of the weights that every chunk number reads."""
+    both, d_hidden = (q.new_empty(call.most, call.chunk, n * call.hidden) for n in (2, 1))
+    reader = functools.cache(lambda n: _reader_backward(_first(both, n), _first(d_hidden, n)))
+    weights = [(x, call.matrices(x, blocks)) for x, blocks in ((saved, call.blocks), (d_saved, call.steps))]
+    for own_d_o, *own in call.reads(0, len(call.steps), [call.readable(x) for x in (d_o, q, d_q)], weights):
+        reader(own_d_o.shape[0])(own_d_o, *own)
 
 
 @contextlib.contextmanager
@@ -281,43 +305,56 @@ def _forward(
         directions[0].copy_(last[:rows])
     both, error = k.new_empty(max(rows, call.most), chunk, 2 * hidden), k.new_empty(rows, chunk, hidden)
     step = k.new_empty(rows, entries)
-    step02, step1 = split(step, size, hidden)
-    firsts = call.firsts
+    reader = functools.cache(lambda n: _reader(_first(both, n)))
+
+    def launches(n: int) -> tuple[Any, ...]:
+        """For chunks of n rows: what fills the rows that are written, the directions, and what steps."""
+        own_both, own_error, own_step = (_first(x, n) for x in (both, error, step))
+        write = passes.written(own_both, own_error, rates)
+        step02, step1 = split(own_step, size, hidden)
+
+        def project(own_k: Tensor, own_v: Tensor, w02: Tensor, w1: Tensor, first: int) -> None:
+            torch.bmm(own_k, w02.mT, out=own_both)
+            torch.bmm(own_v, w1, out=own_error)
+            write(first * chunk)
+            if rates.shape[2] == 1:
+                torch.bmm(own_both.mT, own_k, out=step02)
+            else:
+                for j, part in ((0, slice(None, hidden)), (2, slice(hidden, None))):
+                    torch.bmm(own_both[..., part].mT, _scaled(own_k, rates[j], first), out=step02[:, part])
+            torch.bmm(own_v.mT, own_error, out=step1)
+
+        rest = kept, full, call.heads
+        put = passes.step_weights(
+            n, None if muon else last, *rest, weights if sums is None else sums, weights, norms, lengths if keep else None,
+            directed and not muon, size, hidden,
+        )  # fmt: skip
+        direct = passes.direct(own_step, last, *rest, size, hidden) if muon and last is not None else None
+        return project, own_step, direct, put
+
+    prepared = functools.cache(launches)
+    keys, values, firsts = call.chunks(k), call.chunks(v), call.firsts
+    tiles = [call.readable(x) for x in (q, o)]
     with _alone(q):
         for start in range(0, len(steps), span):
             end = min(start + span, len(steps))
             if start:
                 slots[0].copy_(slots[-1])
             for i in range(start, min(end, call.updates)):
-                n, own_k, own_v, place = (
-                    steps[i],
-                    call.tile(k, i),
-                    call.tile(v, i),
-                    passes.Place(firsts[i], full, i, call.heads),
-                )
-                own_both, own_error, own_step02 = _first(both, n), _first(error, n), _first(step02, n)
-                w02, w1 = matrices[i - start]
-                torch.bmm(own_k, _first(w02, n).mT, out=own_both)
-                torch.bmm(own_v, _first(w1, n), out=own_error)
-                passes.written(own_both, own_error, rates, firsts[i] * chunk)
-                if rates.shape[2] == 1:
-                    torch.bmm(own_both.mT, own_k, out=own_step02)
-                else:
-                    for j, part in ((0, slice(None, hidden)), (2, slice(hidden, None))):
-                        scaled = _scaled(own_k, rates[j], firsts[i])
-                        torch.bmm(own_both[..., part].mT, scaled, out=own_step02[:, part])
-                torch.bmm(own_v.mT, own_error, out=_first(step1, n))
-                own_step, own_last = _first(step, n), last
-                direction = None if directions is None else directions[i + 1]
+                n, at = steps[i], (firsts[i], 0 if full is None else i * full.shape[1])
+                project, own_step, direct, put = prepared(n)
+                project(keys[i], values[i], *(_first(x, n) for x in matrices[i - start]), firsts[i])
+                direction = [directions[i + 1]] if directions is not None else []
                 if muon:
-                    own_step = direction = passes.direct(own_step, last, kept, place, direction, size, hidden)
-                    own_step, own_last = orthogonal(own_step, size, hidden)[0], None
-                passes.step_weights(
-                    own_step, own_last, kept, place, weights if sums is None else sums, weights, norms,
-                    slots[i - start + 1], lengths if keep else None, None if muon else direction, size, hidden,
-                )  # fmt: skip
-            for own_q, own_o, w02, w1 in call.reads(start, end, (q, o), [(saved, matrices)]):
-                _read_tiles(own_q, w02, w1, own_o, _first(both, own_q.shape[0]))
+                    if direct is None:
+                        direction = [x.copy_(own_step) for x in direction] or [own_step]
+                    else:
+                        direction = direction or [torch.empty_like(own_step)]
+                        direct(*at, *direction)
+                    own_step, direction = orthogonal(direction[0], size, hidden)[0], []
+                put(*at, own_step, slots[i - start + 1], *direction)
+            for own_q, *own in call.reads(start, end, tiles, [(saved, matrices)]):
+                reader(own_q.shape[0])(own_q, *own)
     if not keep:
         saved = k.new_empty(0)
     none = norms.new_empty(0)
@@ -378,63 +415,70 @@ def _backward(
     d_kept = norms.new_zeros(0 if kept is None else sum(steps), norms.shape[1])  # of the gradient of `kept`
     d_o = torch.zeros_like(o) if d_o is None else d_o
     d_read = k.new_empty(sum(steps), entries)
-    flat = (saved, call.matrices(saved, call.blocks)), (d_read, call.matrices(d_read, steps))
     with _alone(q):
-        for own in call.reads(0, len(steps), (d_o, q, d_q), flat):
-            _read_tiles_backward(*own)
+        _read_all_backward(call, d_o, q, d_q, saved, d_read)
         four, two = k.new_empty(rows, chunk, 4 * hidden), k.new_empty(rows, chunk, 2 * hidden)
         beside, d_write = k.new_empty(rows, 2 * entries), k.new_empty(rows, entries)
-        cut = 4 * hidden * size
-        beside02, beside1 = (
-            beside[:, :cut].unflatten(1, (4 * hidden, size)),
-            beside[:, cut:].unflatten(1, (size, 2 * hidden)),
-        )
-        d_write02, d_write1 = split(d_write, size, hidden)
+        d_step = k.new_empty(rows if muon else 0, entries)
+
+        def launches(n: int) -> tuple[Any, ...]:
+            """For chunks of n rows: what takes a step back, what goes through the momentum, and what is behind that."""
+            own_four, own_two, own_beside, own_write = (_first(x, n) for x in (four, two, beside, d_write))
+            cut = 4 * hidden * size
+            w02 = own_beside[:, :cut].unflatten(1, (4 * hidden, size))
+            w1 = own_beside[:, cut:].unflatten(1, (size, 2 * hidden))
+            d_write02, d_write1 = split(own_write, size, hidden)
+            per_channel = ((0, slice(None, hidden)), (2, slice(hidden, 2 * hidden)))
+            write = passes.written_backward(own_four, own_two, rates, d_rates)
+
+            def project(own_k: Tensor, own_v: Tensor, own_d_k: Tensor, own_d_v: Tensor, first: int) -> None:
+                if rates.shape[2] == 1:
+                    torch.bmm(own_k, w02.mT, out=own_four)
+                else:
+                    torch.bmm(own_k, w02[:, 2 * hidden :].mT, out=own_four[..., 2 * hidden :])
+                    for j, part in per_channel:
+                        torch.bmm(_scaled(own_k, rates[j], first), w02[:, part].mT, out=own_four[..., part])
+                torch.bmm(own_v, w1, out=own_two)
+                write(first * chunk)
+                torch.bmm(own_four[..., 2 * hidden :].mT, own_k, out=d_write02)
+                torch.bmm(own_v.mT, own_two[..., hidden:], out=d_write1)
+                if rates.shape[2] == 1:
+                    torch.bmm(own_four, w02, out=own_d_k)
+                else:
+                    d = torch.bmm(own_four[..., 2 * hidden :], w02[:, 2 * hidden :]).float()
+                    here = slice(first * chunk, (first + n) * chunk)
+                    for j, part in per_channel:
+                        d_scaled = torch.bmm(own_four[..., part], w02[:, part]).float()
+                        d_rates[j, here] = (d_scaled * own_k).flatten(0, 1)
+                        d += d_scaled * rates[j, here].view(d.shape)
+                    own_d_k.copy_(d)
+                torch.bmm(own_two, w1.mT, out=own_d_v)
+
+            rest, own_step = (kept, full, call.heads), _first(d_step, n) if muon else None
+            take = passes.step_weights_backward(
+                n, d_weights, d_sums, d_write, None if muon else d_last, *rest, lengths, norms, d_norms, own_step, beside,
+                d_kept, size, hidden,
+            )  # fmt: skip
+            direct = passes.direct_backward(n, d_last, *rest, beside, d_kept, size, hidden) if muon else None
+            return take, own_step, direct, project
+
+        prepared = functools.cache(launches)
         reads, slots = d_read.split(steps), saved.split(call.blocks)
         directions = saved_last.split(call.blocks) if saved_last.numel() else None
+        keys, values, d_keys, d_values = (call.chunks(x) for x in (k, v, d_k, d_v))
         for i in reversed(range(updates)):
-            n, own_k, own_v, place = (
-                steps[i],
-                call.tile(k, i),
-                call.tile(v, i),
-                passes.Place(firsts[i], full, i, call.heads),
-            )
+            n, at = steps[i], (firsts[i], 0 if full is None else i * full.shape[1])
+            take, own_step, direct, project = prepared(n)
             later = steps[i + 1] if i + 1 < len(steps) else 0
-            before_last = None if directions is None else directions[i]
-            d_step = passes.step_weights_backward(
-                n, d_weights, d_sums, reads[min(i + 1, len(steps) - 1)], d_write, later, i + 1 < updates,
-                None if muon else d_last, before_last, kept, place, slots[i + 1], slots[i], lengths, norms, d_norms, muon,
-                beside, d_kept, size, hidden,
-            )  # fmt: skip
-            if d_step is not None:
-                assert directions is not None
+            before = [] if directions is None or d_last is None else [directions[i]]
+            written = later if i + 1 < updates else 0
+            read = reads[min(i + 1, len(steps) - 1)]
+            take(*at, read, later, written, slots[i + 1], slots[i], *([] if muon else before))
+            if direct is not None and directions is not None:
                 direction = directions[i + 1]
                 _, trail = orthogonal(direction, size, hidden)
-                d_step = orthogonal_backward(d_step, direction, trail, size, hidden)
-                passes.direct_backward(d_step, d_last, before_last, kept, place, beside, d_kept, size, hidden)
-            w02, w1, own_four, own_two = (_first(x, n) for x in (beside02, beside1, four, two))
-            per_channel = ((0, slice(None, hidden)), (2, slice(hidden, 2 * hidden)))
-            if rates.shape[2] == 1:
-                torch.bmm(own_k, w02.mT, out=own_four)
-            else:
-                torch.bmm(own_k, w02[:, 2 * hidden :].mT, out=own_four[..., 2 * hidden :])
-                for j, part in per_channel:
-                    torch.bmm(_scaled(own_k, rates[j], firsts[i]), w02[:, part].mT, out=own_four[..., part])
-            torch.bmm(own_v, w1, out=own_two)
-            passes.written_backward(own_four, own_two, rates, d_rates, firsts[i] * chunk)
-            torch.bmm(own_four[..., 2 * hidden :].mT, own_k, out=_first(d_write02, n))
-            torch.bmm(own_v.mT, own_two[..., hidden:], out=_first(d_write1, n))
-            if rates.shape[2] == 1:
-                torch.bmm(own_four, w02, out=call.tile(d_k, i))
-            else:
-                d = torch.bmm(own_four[..., 2 * hidden :], w02[:, 2 * hidden :]).float()
-                here = slice(firsts[i] * chunk, firsts[i + 1] * chunk)
-                for j, part in per_channel:
-                    d_scaled = torch.bmm(own_four[..., part], w02[:, part]).float()
-                    d_rates[j, here] = (d_scaled * own_k).flatten(0, 1)
-                    d += d_scaled * rates[j, here].view(d.shape)
-                call.tile(d_k, i).copy_(d)
-            torch.bmm(own_two, w1.mT, out=call.tile(d_v, i))
+                direct(*at, orthogonal_backward(own_step, direction, trail, size, hidden), *before)
+            project(keys[i], values[i], d_keys[i], d_values[i], firsts[i])
     d_weights[:rows] += reads[0]
     if updates:
         d_weights[:rows] += d_write
@@ -471,7 +515,7 @@ def _read_forward(q: Tensor, flat: Tensor, hidden: int) -> tuple[Tensor]:
     o = torch.empty_like(q)
     with _alone(q):
         both = q.new_empty(*q.shape[:2], 2 * hidden)
-        _read_tiles(q, *split(flat.to(q.dtype), q.shape[2], hidden), o, both)
+        _reader(both)(q, o, *split(flat.to(q.dtype), q.shape[2], hidden))
     return (o,)
 
 
@@ -479,7 +523,9 @@ def _read_backward(d_o: Tensor, q: Tensor, flat: Tensor, hidden: int, o: Tensor)
     narrow, d_q = flat.to(q.dtype), torch.empty_like(q)
     d = torch.empty_like(narrow)
     with _alone(q):
-        _read_tiles_backward(d_o, q, d_q, *split(narrow, q.shape[2], hidden), *split(d, q.shape[2], hidden))
+        both, d_hidden = (q.new_empty(*q.shape[:2], n * hidden) for n in (2, 1))
+        run = _reader_backward(both, d_hidden)
+        run(d_o, q, d_q, *split(narrow, q.shape[2], hidden), *split(d, q.shape[2], hidden))
     return d_q, d.to(flat.dtype)
 
 
