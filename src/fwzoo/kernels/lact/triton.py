@@ -338,12 +338,14 @@ def _forward(
     with _alone(q):
         for start in range(0, len(steps), span):
             end = min(start + span, len(steps))
-            if start:
+            if start and span > 1:
                 slots[0].copy_(slots[-1])
+            here = start % 2 if span == 1 and not keep else 0  # the slot of the weights before chunk number `start`
             for i in range(start, min(end, call.updates)):
                 n, at = steps[i], (firsts[i], 0 if full is None else i * full.shape[1])
                 project, own_step, direct, put = prepared(n)
-                project(keys[i], values[i], *(_first(x, n) for x in matrices[i - start]), firsts[i])
+                before, after = here + i - start, (here + i - start + 1) % len(slots)
+                project(keys[i], values[i], *(_first(x, n) for x in matrices[before]), firsts[i])
                 direction = [directions[i + 1]] if directions is not None else []
                 if muon:
                     if direct is None:
@@ -352,8 +354,8 @@ def _forward(
                         direction = direction or [torch.empty_like(own_step)]
                         direct(*at, *direction)
                     own_step, direction = orthogonal(direction[0], size, hidden)[0], []
-                put(*at, own_step, slots[i - start + 1], *direction)
-            for own_q, *own in call.reads(start, end, tiles, [(saved, matrices)]):
+                put(*at, own_step, slots[after], *direction)
+            for own_q, *own in call.reads(start, end, tiles, [(saved, matrices[here:])]):
                 reader(own_q.shape[0])(own_q, *own)
     if not keep:
         saved = k.new_empty(0)
