@@ -29,7 +29,9 @@ from .chunk import in_chunks, read_plainly, waiting_tokens
 from .muon import orthogonal, orthogonal_backward, split
 from .rules import LactState, Options, Tokens
 
-READ_TOKENS = 1 << 13  # of one read: enough to fill the card, and few enough for their hidden units to stay small
+READ_TOKENS = (
+    1 << 13
+)  # of one read: enough to fill the card; twice as many where a backward pass follows, for fewer launches
 
 
 def lact_triton(
@@ -151,7 +153,7 @@ class _Call:
 
     Attributes:
         steps: active rows of every chunk number. heads, chunk, size, hidden: H, C, D, M. updates: chunk numbers that can be full.
-        dense: tiles are `[S, R, C, F]`; otherwise `[sum of steps, C, F]`.
+        dense: tiles are `[S, R, C, F]`; otherwise `[sum of steps, C, F]`. keep: whether a backward pass follows.
     """
 
     steps: list[int]
@@ -161,6 +163,7 @@ class _Call:
     hidden: int
     updates: int
     dense: bool
+    keep: bool
 
     @property
     def span(self) -> int:
@@ -179,7 +182,7 @@ class _Call:
 
     @property
     def _some(self) -> int:
-        return min(READ_TOKENS // self.chunk, len(self.steps))
+        return min((READ_TOKENS << self.keep) // self.chunk, len(self.steps))
 
     @property
     def blocks(self) -> list[int]:
@@ -225,7 +228,7 @@ class _Call:
 
 
 def _call(k: Tensor, steps: list[int], sizes: list[int]) -> _Call:
-    return _Call(steps, sizes[0], k.shape[-2], k.shape[-1], sizes[1], sizes[2], k.ndim == 4)
+    return _Call(steps, sizes[0], k.shape[-2], k.shape[-1], sizes[1], sizes[2], k.ndim == 4, bool(sizes[4]))
 
 
 def _first(x: Tensor, n: int) -> Tensor:
