@@ -17,6 +17,7 @@ import gc
 import importlib.util
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,29 @@ def singular_values() -> dict[str, list[float]]:
     return {name: [x.min().item(), x.median().item(), x.max().item()] for name, x in values.items()}
 
 
+def of_public(name: str, times: dict[str, Any]) -> dict[str, float]:
+    """Ratios of a row's times and peak memory to those of its peer, as far as both were measured."""
+    peer = times.get(name.replace("lact", "public"), {}) if name in AT_MOST else {}
+    return {
+        key: times[name][key] / peer[key]
+        for part in PARTS
+        for key in (part, f"{part} MiB")
+        if key in peer and key in times[name]
+    }
+
+
+def say(name: str, times: dict[str, Any]) -> str:
+    """A row's figures and, where it is known, what they or those of our row are of the public code."""
+    figures = ", ".join(
+        f"{part} {times[name][part]:.3f} ms {times[name][f'{part} MiB']:.0f} MiB"
+        for part in PARTS
+        if part in times[name]
+    )
+    own = name.replace("public", "lact")
+    ratios = of_public(own, times) if own in times else {}
+    return f"{name}: {figures}" + "".join(f"; {own} is {key} {x:.2f} of public" for key, x in ratios.items())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--public", type=Path, help="checkout of the public code")
@@ -148,11 +172,18 @@ def main() -> None:
     results["singular values"] = singular_values()
     console.print(f"singular values after Newton-Schulz (least, median, largest): {results['singular values']}")
     times = results["times"]
-    for name, row in rows.items():
+    jobs = [
+        (name, backward)
+        for muon in (False, True)
+        for backward in (False, True)
+        for name in rows
+        if ("Muon" in name) == muon and (name, backward) != ("public, Muon", True)  # which takes minutes to compile
+    ]
+    for name, backward in jobs:  # what takes longer to compile comes later
+        begin = time.monotonic()
         try:
-            backward = name != "public, Muon"  # takes minutes to compile
-            times[name] = measure(row, (1, TOKENS, HEADS, SIZE), args.repeats, backward=backward)
-            console.print(f"{name}: {times[name]['forward']:.3f} {times[name].get('both', 0):.3f} ms")
+            times[name] = measure(rows[name], (1, TOKENS, HEADS, SIZE), args.repeats, backward=backward)
+            console.print(say(name, times), f"({time.monotonic() - begin:.0f} s)")
         except Exception as error:  # a row that cannot run does not take the others with it
             console.print(f"{name}: {type(error).__name__}: {str(error)[:300]}")
         gc.collect()
@@ -163,8 +194,7 @@ def main() -> None:
         "", "fwd ms", "fwd+bwd", "of floor", "", "MiB fwd", "fwd+bwd", "of public", "", "at most", "", title=title
     )
     for name, now in times.items():
-        peer = times.get(name.replace("lact", "public"), {}) if name in AT_MOST else {}
-        now["of public"] = {part: now[part] / peer[part] for part in PARTS if part in peer}
+        now["of public"] = of_public(name, times)
         cells = [f"{now[part]:.3f}" if part in now else "" for part in PARTS]
         cells += [f"{now[part] / now[f'{part} floor']:.1f}" if part in now else "" for part in PARTS]
         cells += [f"{now[f'{part} MiB']:.0f}" if part in now else "" for part in PARTS]

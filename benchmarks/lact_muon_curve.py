@@ -44,6 +44,8 @@ def losses(text: torch.Tensor, level: str, dtype: torch.dtype, steps: int, seed:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         found.append(loss.detach())
+        if step % 50 == 49:
+            print(f"{level}, {dtype}, step {step + 1}: loss {loss.item():.3f}", flush=True)
     return torch.stack(found).tolist()
 
 

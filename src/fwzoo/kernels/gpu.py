@@ -40,16 +40,15 @@ def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 _COMPILED: dict[tuple[Any, ...], Any] = {}
 
 
-def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> Any:
     """`kernel[grid](**arguments)`, but what was compiled is found by fewer steps: Triton's own takes 50 microseconds a launch.
 
-    Arguments that the kernel has no parameter for are left out, but for num_warps and num_stages.
+    Arguments that the kernel has no parameter for are left out, but for num_warps and num_stages. Returns what was compiled.
     """
     given: list[Any] = [arguments.get(name) for name in kernel.arg_names]
     options = {name: arguments[name] for name in ("num_warps", "num_stages") if name in arguments}
     if INTERPRETING:
-        kernel[grid](*given, **options)
-        return
+        return kernel[grid](*given, **options)
     key: list[Any] = [kernel, given[0].get_device(), *options.values()]
     for parameter, x in zip(kernel.params, given, strict=True):
         if isinstance(x, Tensor):
@@ -60,9 +59,10 @@ def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
             key.append(-(2**31) <= x < 2**31)
     compiled = _COMPILED.get(tuple(key))
     if compiled is None:
-        _COMPILED[tuple(key)] = kernel[grid](*given, **options)
+        compiled = _COMPILED[tuple(key)] = kernel[grid](*given, **options)
     else:
         compiled[(*grid, 1, 1)[:3]](*given)
+    return compiled
 
 
 def custom(
@@ -318,3 +318,37 @@ def _move(kernel: Any, tensors: tuple[Any, ...], ranks: Ranks, heads: int, **opt
         kernel[(ranks.chunks, parts(heads, width))](
             *tensors, **tables(ranks), H=heads, OVERLAP=ranks.overlap, BH=width, **options
         )
+
+
+# --- many launches that are nearly alike ---
+
+
+class Prepared:
+    """Launches of a kernel on the current device that differ in a few arguments, which are given when it is called.
+
+    What was compiled depends on the alignment of those alone, so it is found in one step.
+
+    Args:
+        kernel, grid: as in `launch`. varying: names of the arguments that differ, tensors or integers. arguments: the others.
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], varying: Sequence[str], **arguments: Any) -> None:
+        self._kernel, self._grid, self._varying, self._arguments = kernel, grid, varying, arguments
+        self._given = [arguments.get(name) for name in kernel.arg_names]
+        self._at = [kernel.arg_names.index(name) for name in varying]
+        self._compiled: dict[tuple[int, ...], Any] = {}
+
+    def __call__(self, *values: Any) -> None:
+        """Launch it; values: of the varying arguments."""
+        key = tuple([x.data_ptr() % 16 if isinstance(x, Tensor) else x >> 31 for x in values])
+        run = self._compiled.get(key)
+        if run is None:
+            varying = dict(zip(self._varying, values, strict=True))
+            compiled = launch(self._kernel, self._grid, **self._arguments, **varying)
+            if compiled is not None:
+                self._compiled[key] = compiled[(*self._grid, 1, 1)[:3]]
+            return
+        given = self._given.copy()
+        for at, x in zip(self._at, values, strict=True):
+            given[at] = x
+        run(*given)

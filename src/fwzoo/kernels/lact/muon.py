@@ -24,8 +24,9 @@ class Trail:
 def orthogonal(flat: Tensor, size: int, hidden: int) -> tuple[Tensor, Trail]:
     """The orthogonalised directions, flat, and what `orthogonal_backward` needs. size, hidden: D and M."""
     g = _wide(flat, size, hidden)
-    norm = torch.linalg.vector_norm(g, dim=(1, 2), keepdim=True, dtype=torch.float32)
-    x = (g / (norm + FROBENIUS_EPS)).to(g.dtype)
+    wide = torch.promote_types(g.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(g, dim=(1, 2), keepdim=True, dtype=wide)
+    x = torch.div(g, norm + FROBENIUS_EPS, out=torch.empty_like(g))
     steps = []
     for a, b, c in NEWTON_SCHULZ:
         gram = torch.bmm(x, x.mT)

@@ -1,33 +1,29 @@
 """What lies between the matrix products of LaCT on a GPU: element by element and row by row, each in one Triton kernel.
 
 Rows of tokens are `[R, C, .]` with R = N * H; every kernel writes over what it reads, so that a chunk stays in the cache.
-Arithmetic is float32, whatever the buffers hold. Imported only by the `triton` level.
+Arithmetic is float32, whatever the buffers hold. The device of the tensors is the current one.
+
+The functions prepare launches, which find their place by `first`, the rows of all chunk numbers before a chunk, and `full_at`,
+where its part of `full` begins. Imported only by the `triton` level.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gpu import on_device, read
+from ..gpu import Prepared, parts, read
 from .rules import NORM_EPS, WIDEST
 
 ELEMENTS = 2048  # of every operand a program holds
 
-# slots of a `Table`: keys, values and their gradients take three
-KEYS, VALUES, RATES, KEPT, FULL, SAVED, LENGTHS, DIRECTION = (tl.constexpr(i) for i in (0, 3, 6, 7, 8, 9, 10, 11))
-AFTER, LAST, READ, D_RATES, D_KEPT, D_KEYS, D_VALUES = (tl.constexpr(i) for i in (12, 13, 14, 15, 16, 17, 20))
-SLOTS = 24
-ALIGNED_SLOTS = (*range(6), 9, 11, 12, 13, 14, *range(17, 23))  # of which vectors are read
-
 
 def _blocks(size: int, most: int = ELEMENTS) -> tuple[int, int]:
     """Columns and rows of a program's tile."""
-    columns = min(triton.next_power_of_2(size), most)
+    columns = min(1 << (size - 1).bit_length(), most)
     return columns, max(1, ELEMENTS // columns)
 
 
@@ -42,113 +38,25 @@ def _put(x, rows, columns, value, ok):
     tl.store(x + rows[:, None] + columns[None, :], value.to(x.dtype.element_ty), mask=ok)
 
 
-# --- where the tensors of a chunk are: addresses on the device, so that one CUDA graph serves every chunk ---
+def _flat(
+    kernel: Any,
+    varying: tuple[str, ...],
+    rows: int,
+    full: Tensor | None,
+    heads: int,
+    size: int,
+    hidden: int,
+    **others: Any,
+) -> Prepared:
+    """Launches of a kernel over rows of flat matrices `[rows, 3 M D]`.
 
-
-@triton.jit(
-    do_not_specialize=["p0", "p1", "p2", "p3", "p4", "p5", "p6", "p7", "s0", "s1", "s2", "s3", "s4", "s5", "s6", "s7"]
-)
-def _aim_kernel(
-    base, stride, p0: tl.int64, p1: tl.int64, p2: tl.int64, p3: tl.int64, p4: tl.int64, p5: tl.int64, p6: tl.int64,
-    p7: tl.int64, s0: tl.int64, s1: tl.int64, s2: tl.int64, s3: tl.int64, s4: tl.int64, s5: tl.int64, s6: tl.int64,
-    s7: tl.int64,
-):  # fmt: skip
-    tl.store(base, p0)
-    tl.store(base + 1, p1)
-    tl.store(base + 2, p2)
-    tl.store(base + 3, p3)
-    tl.store(base + 4, p4)
-    tl.store(base + 5, p5)
-    tl.store(base + 6, p6)
-    tl.store(base + 7, p7)
-    tl.store(stride, s0)
-    tl.store(stride + 1, s1)
-    tl.store(stride + 2, s2)
-    tl.store(stride + 3, s3)
-    tl.store(stride + 4, s4)
-    tl.store(stride + 5, s5)
-    tl.store(stride + 6, s6)
-    tl.store(stride + 7, s7)
-
-
-@triton.jit
-def _advance_kernel(table, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
-    slot = tl.arange(0, BLOCK)
-    ok = slot < SLOTS
-    base = tl.load(table + slot, mask=ok, other=0)
-    tl.store(table + 2 * SLOTS + slot, base, mask=ok)
-    tl.store(table + slot, base + tl.load(table + SLOTS + slot, mask=ok, other=0), mask=ok)
-
-
-@triton.jit
-def _aimed(now, slot: tl.constexpr, kind: tl.constexpr, ALIGNED: tl.constexpr):
-    """What a slot points at, elements of type `kind`."""
-    pointer = tl.load(now + slot).to(tl.pointer_type(kind))
-    if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
-    return pointer
-
-
-@triton.jit(do_not_specialize=["rows", "offset"])
-def _move_kernel(
-    now, x, rows, offset, SLOT: tl.constexpr, C: tl.constexpr, D: tl.constexpr, OUT: tl.constexpr, BYTES: tl.constexpr,
-    ALIGNED: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
-    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    d = tl.program_id(1) * BD + tl.arange(0, BD)
-    ok = (r < rows)[:, None] & (d < D)[None, :]
-    far = _aimed(now, SLOT, x.dtype.element_ty, ALIGNED)
-    if C:
-        row, token = tl.load(now + SLOT + 1) // BYTES, tl.load(now + SLOT + 2) // BYTES
-        if ALIGNED:
-            row, token = tl.multiple_of(row, 16 // BYTES), tl.multiple_of(token, 16 // BYTES)
-        there = r // C * row + r % C * token
-    else:
-        there = r * D + offset
-    if OUT:
-        _put(far, there, d, _at(x, r * D, d, ok), ok)
-    else:
-        _put(x, r * D, d, _at(far, there, d, ok), ok)
-
-
-class Table:
-    """Addresses of what a chunk reads and writes, by slot; those of the next chunk follow by a step a slot.
-
-    Args:
-        aligned: every address of `ALIGNED_SLOTS` is a multiple of 16 bytes.
+    full: int32, which documents' chunks are full, chunk after chunk; None: all. heads: H. size, hidden: D and M.
     """
-
-    def __init__(self, device: torch.device, aligned: bool) -> None:
-        self._table, self.aligned = torch.zeros(3, SLOTS, dtype=torch.long, device=device), aligned
-        self.now = self._table[2]
-
-    def aim(self, chunk: Sequence[int], next_chunk: Sequence[int] | None = None) -> None:
-        """Say where the first chunk is, and where the second one (the others follow at the same distance)."""
-        steps = [0] * SLOTS if next_chunk is None else [b - a for a, b in zip(chunk, next_chunk, strict=True)]
-        with on_device(self._table):
-            for i in range(0, SLOTS, 8):
-                _aim_kernel[(1,)](
-                    self._table[0, i:], self._table[1, i:], *chunk[i : i + 8], *steps[i : i + 8], num_warps=1
-                )
-
-    def advance(self) -> None:
-        """On to the next chunk."""
-        with on_device(self._table):
-            _advance_kernel[(1,)](self._table, SLOTS=SLOTS, BLOCK=triton.next_power_of_2(SLOTS), num_warps=1)
-
-    def move(self, slot: tl.constexpr, x: Tensor, out: bool = False, offset: int = 0) -> None:
-        """Copy between contiguous `x` and what a slot points at: rows `[R, C, D]`, whose strides in bytes are in the two slots
-
-        behind it, or contiguous `[R, F]`, which begins `offset` numbers later. `out`: from `x`.
-        """
-        tokens, size = (x.shape[1], x.shape[2]) if x.ndim == 3 else (0, x.shape[1])
-        rows = x.shape[0] * max(tokens, 1)
-        columns, lines = _blocks(size)
-        with on_device(x):
-            _move_kernel[(triton.cdiv(rows, lines), triton.cdiv(size, columns))](
-                self.now, x, rows, offset, SLOT=slot.value, C=tokens, D=size, OUT=out, BYTES=x.element_size(),
-                ALIGNED=self.aligned and slot.value in ALIGNED_SLOTS, ROWS=lines, BD=columns,
-            )  # fmt: skip
+    columns, lines = _blocks(max(size, hidden), WIDEST)
+    total, masked = rows * (2 * hidden + size), full is not None
+    constants = {"heads": heads, "total": total, "D": size, "M": hidden, "ROWS": lines, "BF": columns, "EPS": NORM_EPS}
+    names = "first", "full_at", *varying
+    return Prepared(kernel, (parts(total, lines),), names, full=full, MASKED=masked, **constants, **others)
 
 
 # --- reading: h = silu(gate) * up ---
@@ -163,15 +71,13 @@ def _swiglu_kernel(both, rows, M: tl.constexpr, ROWS: tl.constexpr, BM: tl.const
     _put(both, r * 2 * M, m, gate * tl.sigmoid(gate) * up, ok)
 
 
-def swiglu(both: Tensor) -> Tensor:
+def swiglu(both: Tensor) -> Prepared:
     """Hidden units `[R, C, M]`, in the place of the gates of `[R, C, 2 M]`."""
     rows, hidden = both.shape[0] * both.shape[1], both.shape[2] // 2
     columns, lines = _blocks(hidden, 512)
-    with on_device(both):
-        _swiglu_kernel[(triton.cdiv(rows, lines), triton.cdiv(hidden, columns))](
-            both, rows, M=hidden, ROWS=lines, BM=columns
-        )
-    return both[..., :hidden]
+    grid = parts(rows, lines), parts(hidden, columns)
+    constants = {"M": hidden, "ROWS": lines, "BM": columns}
+    return Prepared(_swiglu_kernel, grid, (), both=both, rows=rows, **constants)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -188,41 +94,39 @@ def _swiglu_backward_kernel(both, d_hidden, rows, M: tl.constexpr, ROWS: tl.cons
     _put(d_hidden, r * M, m, active * up, ok)
 
 
-def swiglu_backward(both: Tensor, d_hidden: Tensor) -> None:
+def swiglu_backward(both: Tensor, d_hidden: Tensor) -> Prepared:
     """The gradients of gates and ups in their place, and the hidden units in the place of their gradient."""
     rows, hidden = both.shape[0] * both.shape[1], d_hidden.shape[2]
     columns, lines = _blocks(hidden, 512)
-    with on_device(both):
-        _swiglu_backward_kernel[(triton.cdiv(rows, lines), triton.cdiv(hidden, columns))](
-            both, d_hidden, rows, M=hidden, ROWS=lines, BM=columns
-        )
+    others = {"both": both, "d_hidden": d_hidden, "rows": rows, "M": hidden, "ROWS": lines, "BM": columns}
+    return Prepared(_swiglu_backward_kernel, (parts(rows, lines), parts(hidden, columns)), (), **others)
 
 
 # --- what a chunk writes: rows whose products with k and v are the three directions ---
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "first", "plane"])
 def _written_kernel(
-    now, both, error, rows,
+    both, error, rates, rows, first, plane,
     M: tl.constexpr, PER_CHANNEL: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     inside = r < rows
     ok = inside[:, None] & (m < M)[None, :]
-    rates = _aimed(now, RATES, tl.float32, False)
     gate, up, e = _at(both, r * 2 * M, m, ok), _at(both, r * 2 * M + M, m, ok), _at(error, r * M, m, ok)
     sigmoid = tl.sigmoid(gate)
     active = gate * sigmoid
     slope = sigmoid + active * (1.0 - sigmoid)
     if PER_CHANNEL:  # the rates of W0 and W2 are with the keys
-        lr1 = _at(rates + rows * M, r * M, m, ok)
+        lr1 = _at(rates + plane, (first + r) * M, m, ok)
         zero, one, two = slope * e * up, lr1 * active * up, e * active
     else:
+        at = rates + first + r
         lr0, lr1, lr2 = (
-            tl.load(rates + r, mask=inside, other=0.0)[:, None],
-            tl.load(rates + rows + r, mask=inside, other=0.0)[:, None],
-            tl.load(rates + 2 * rows + r, mask=inside, other=0.0)[:, None],
+            tl.load(at, mask=inside, other=0.0)[:, None],
+            tl.load(at + plane, mask=inside, other=0.0)[:, None],
+            tl.load(at + 2 * plane, mask=inside, other=0.0)[:, None],
         )
         zero, one, two = lr0 * slope * e * up, lr1 * active * up, lr2 * e * active
     _put(both, r * 2 * M, m, zero, ok)
@@ -230,32 +134,33 @@ def _written_kernel(
     _put(error, r * M, m, one, ok)
 
 
-def written(table: Table, both: Tensor, error: Tensor, per_channel: bool) -> None:
+def written(both: Tensor, error: Tensor, rates: Tensor) -> Prepared:
     """From gates and ups `[R, C, 2 M]` and errors `[R, C, M]`, in their place, the rows that W0, W2 and W1 get.
 
-    RATES are float32 `[3, R C, 1 or M]`.
+    The launch takes the row of `rates` that the chunk's first token has.
     """
     rows, hidden = error.shape[0] * error.shape[1], error.shape[2]
     columns, lines = _blocks(hidden, 512)
-    with on_device(both):
-        _written_kernel[(triton.cdiv(rows, lines), triton.cdiv(hidden, columns))](
-            table.now, both, error, rows, M=hidden, PER_CHANNEL=per_channel, ROWS=lines, BM=columns
-        )
+    grid = parts(rows, lines), parts(hidden, columns)
+    return Prepared(
+        _written_kernel, grid, ("first",), both=both, error=error, rates=rates, rows=rows, plane=rates.stride(0), M=hidden,
+        PER_CHANNEL=rates.shape[2] > 1, ROWS=lines, BM=columns,
+    )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "first", "plane"])
 def _written_backward_kernel(
-    now, four, two, rows,
+    four, two, rates, d_rates, rows, first, plane,
     M: tl.constexpr, PER_CHANNEL: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = r < rows
-    rates, d_rates = _aimed(now, RATES, tl.float32, False), _aimed(now, D_RATES, tl.float32, False)
+    at = first + r
     if not PER_CHANNEL:
         lr0, lr1, lr2 = (
-            tl.load(rates + r, mask=inside, other=0.0)[:, None],
-            tl.load(rates + rows + r, mask=inside, other=0.0)[:, None],
-            tl.load(rates + 2 * rows + r, mask=inside, other=0.0)[:, None],
+            tl.load(rates + at, mask=inside, other=0.0)[:, None],
+            tl.load(rates + plane + at, mask=inside, other=0.0)[:, None],
+            tl.load(rates + 2 * plane + at, mask=inside, other=0.0)[:, None],
         )
     sum0, sum1, sum2 = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
     for begin in range(0, M, BM):
@@ -270,8 +175,8 @@ def _written_backward_kernel(
         curve = sigmoid * (1.0 - sigmoid) * (2.0 + gate * (1.0 - 2.0 * sigmoid))
         zero, one, second = slope * e * up, active * up, e * active
         if PER_CHANNEL:
-            lr1 = _at(rates + rows * M, r * M, m, ok)
-            _put(d_rates + rows * M, r * M, m, grad1 * one, ok)
+            lr1 = _at(rates + plane, at * M, m, ok)
+            _put(d_rates + plane, at * M, m, grad1 * one, ok)
             one, grad1 = one * lr1, grad1 * lr1
         else:
             sum0 += tl.sum(grad0 * zero, 1)
@@ -286,24 +191,25 @@ def _written_backward_kernel(
         _put(two, r * 2 * M, m, one, ok)
         _put(two, r * 2 * M + M, m, grad0 * slope * up + grad2 * active, ok)
     if not PER_CHANNEL:
-        tl.store(d_rates + r, sum0, mask=inside)
-        tl.store(d_rates + rows + r, sum1, mask=inside)
-        tl.store(d_rates + 2 * rows + r, sum2, mask=inside)
+        tl.store(d_rates + at, sum0, mask=inside)
+        tl.store(d_rates + plane + at, sum1, mask=inside)
+        tl.store(d_rates + 2 * plane + at, sum2, mask=inside)
 
 
-def written_backward(table: Table, four: Tensor, two: Tensor, per_channel: bool) -> None:
-    """The backward pass of `written`, all in place; D_RATES are filled (with a rate a channel, only the middle one).
+def written_backward(four: Tensor, two: Tensor, rates: Tensor, d_rates: Tensor) -> Prepared:
+    """The backward pass of `written`, all in place; the launch takes the same.
 
     Args:
         four: `[R, C, 4 M]`, gradients of the rows of W0 and W2, gates, ups; becomes the rows and the gradients of gates, ups.
         two: `[R, C, 2 M]`, gradients of the rows of W1, errors; becomes the rows and the gradients of the errors.
+        rates, d_rates: as in `written`; with a rate a channel, only the middle one is done here.
     """
     rows, hidden = two.shape[0] * two.shape[1], two.shape[2] // 2
     columns, lines = _blocks(hidden, 1024)
-    with on_device(four):
-        _written_backward_kernel[(triton.cdiv(rows, lines),)](
-            table.now, four, two, rows, M=hidden, PER_CHANNEL=per_channel, ROWS=lines, BM=columns, num_warps=8
-        )
+    return Prepared(
+        _written_backward_kernel, (parts(rows, lines),), ("first",), four=four, two=two, rates=rates, d_rates=d_rates,
+        rows=rows, plane=rates.stride(0), M=hidden, PER_CHANNEL=rates.shape[2] > 1, ROWS=lines, BM=columns, num_warps=8,
+    )  # fmt: skip
 
 
 # --- the step of the weights: momentum, sum, and rows with the norms of the beginning ---
@@ -320,27 +226,34 @@ def _flat_rows(total, D: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr):
     return r, b, row, start, tl.where(lower, D, M)
 
 
-@triton.jit(do_not_specialize=["total", "heads"])
+@triton.jit
+def _moving(full, full_at, b, heads, inside, MASKED: tl.constexpr):
+    """Which of the rows belong to a chunk that is full."""
+    moves = inside
+    if MASKED:
+        moves = inside & (tl.load(full + full_at + b // heads, mask=inside, other=0) != 0)
+    return moves
+
+
+@triton.jit(do_not_specialize=["first", "full_at", "total", "heads"])
 def _step_kernel(
-    now, step, last, sums, weights, norms, narrow, total, heads,
+    step, last, kept, full, sums, weights, norms, saved, lengths, direction, first, full_at, total, heads,
     D: tl.constexpr, M: tl.constexpr, MOMENTUM: tl.constexpr, MASKED: tl.constexpr, PRENORM: tl.constexpr,
-    KEEP: tl.constexpr, ALIGNED: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr, BF: tl.constexpr,
+    KEEP: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
     r, b, _row, at, width = _flat_rows(total, D, M, ROWS)
     f, inside = tl.arange(0, BF), r < total
     ok = inside[:, None] & (f[None, :] < width[:, None])
-    moves = inside
-    if MASKED:
-        moves = inside & (tl.load(_aimed(now, FULL, tl.int32, False) + b // heads, mask=inside, other=0) != 0)
+    moves = _moving(full, full_at, b, heads, inside, MASKED)
     g = _at(step, at, f, ok)
     if MOMENTUM:
         old = _at(last, at, f, ok)
-        g += tl.load(_aimed(now, KEPT, tl.float32, False) + b, mask=inside, other=0.0)[:, None] * old
+        g += tl.load(kept + first + b, mask=inside, other=0.0)[:, None] * old
         if MASKED:
             g = tl.where(moves[:, None], g, old)
         _put(last, at, f, g, ok)
         if KEEP:
-            _put(_aimed(now, DIRECTION, narrow.dtype.element_ty, ALIGNED), at, f, g, ok)
+            _put(direction, at, f, g, ok)
     before = _at(sums, at, f, ok)
     after = before + g
     length = tl.sqrt(tl.sum(after * after, 1))
@@ -352,112 +265,195 @@ def _step_kernel(
     if PRENORM:
         _put(sums, at, f, after, ok)
     _put(weights, at, f, w, ok)
-    _put(narrow, at, f, w, ok)
-    _put(_aimed(now, SAVED, narrow.dtype.element_ty, ALIGNED), at, f, w, ok)
+    _put(saved, at, f, w, ok)
     if KEEP:
-        tl.store(_aimed(now, LENGTHS, tl.float32, False) + r, length, mask=inside)
-
-
-def _flat_grid(rows: int, size: int, hidden: int) -> tuple[tuple[int], dict[str, int]]:
-    columns, lines = _blocks(max(size, hidden), WIDEST)
-    total = rows * (2 * hidden + size)
-    return (triton.cdiv(total, lines),), {"total": total, "D": size, "M": hidden, "ROWS": lines, "BF": columns}
+        tl.store(lengths + first.to(tl.int64) * (2 * M + D) + r, length, mask=inside)
 
 
 def step_weights(
-    table: Table, step: Tensor, last: Tensor | None, masked: bool, heads: int, sums: Tensor, weights: Tensor,
-    norms: Tensor, narrow: Tensor, keep: bool, size: int, hidden: int,
-) -> None:  # fmt: skip
-    """Add a direction, with momentum, to the weights, and give their rows the norms of the beginning.
+    rows: int, last: Tensor | None, kept: Tensor | None, full: Tensor | None, heads: int, sums: Tensor, weights: Tensor,
+    norms: Tensor, lengths: Tensor | None, directed: bool, size: int, hidden: int,
+) -> Prepared:  # fmt: skip
+    """Add a direction, with momentum, to the first `rows` rows of the weights, and give them the norms of the beginning.
 
-    With momentum KEPT is float32 `[R]`; when masked, FULL is int32 `[N]`, which documents' chunks are full. SAVED is filled with
-    the new weights, and with `keep` LENGTHS with the norms of the rows before they are rescaled and, with momentum, DIRECTION.
+    The launch takes, behind `first` and `full_at`, the direction, what is filled with the new weights and, where `directed`,
+    what is filled with the new direction.
 
     Args:
-        step: the direction, of the first rows of all others. last: the direction before, float32, replaced by the new one;
-            None: no momentum.
+        rows: R.
+        last: the direction before, float32, replaced by the new one; None: no momentum.
+        kept: float32 `[all rows]`, the share of that direction that is kept.
+        full, heads: as in `_flat`.
         sums: float32, advanced in place; the weights themselves unless the sums are kept un-normalised.
-        weights: float32, replaced. norms: float32 `[R, 2 M + D]`. narrow: the new weights in the products' dtype.
+        weights: float32, replaced.
+        norms: float32 `[R, 2 M + D]`, of the rows of the initial weights.
+        lengths: `[all rows, 2 M + D]`, filled with the norms of the rows before they are rescaled; None: nothing is kept.
+        directed: whether there is momentum, and a backward pass for which the direction is kept.
         size, hidden: D and M.
     """
-    grid, constants = _flat_grid(step.shape[0], size, hidden)
-    with on_device(step):
-        _step_kernel[grid](
-            table.now, step, last, sums, weights, norms, narrow, heads=heads, **constants, MOMENTUM=last is not None,
-            MASKED=masked, PRENORM=sums is not weights, KEEP=keep, ALIGNED=table.aligned, EPS=NORM_EPS,
-        )  # fmt: skip
+    return _flat(
+        _step_kernel, ("step", "saved", *(["direction"] if directed else [])), rows, full, heads, size, hidden, last=last,
+        kept=kept, sums=sums, weights=weights, norms=norms, lengths=lengths, MOMENTUM=last is not None,
+        PRENORM=sums is not weights, KEEP=lengths is not None,
+    )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["total", "heads"])
+@triton.jit
+def _put_beside(beside, b, row, f, value, ok, half: tl.constexpr, D: tl.constexpr, M: tl.constexpr):
+    """Into a half of `[dG02; W02]` and `[dG1 | W1]`, which lie one after the other."""
+    lower = row < 2 * M
+    put = b * 6 * M * D + tl.where(lower, row * D, 4 * M * D + (row - 2 * M) * 2 * M)
+    _put(beside, put + half * tl.where(lower, 2 * M * D, M), f, value, ok)
+
+
+@triton.jit
+def _direction_backward(
+    d, d_last, last, kept, d_kept, first, r, b, at, f, moves, inside, ok,
+    D: tl.constexpr, M: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Gradient of a chunk's direction with its momentum, from what reaches it by the step; and that of the one before."""
+    later = _at(d_last, at, f, ok)
+    d += later
+    products = tl.sum(d * _at(last, at, f, ok), 1)
+    earlier = tl.load(kept + first + b, mask=inside, other=0.0)[:, None] * d
+    if MASKED:
+        earlier, products = tl.where(moves[:, None], earlier, later), tl.where(moves, products, 0.0)
+    _put(d_last, at, f, earlier, ok)
+    tl.store(d_kept + first.to(tl.int64) * (2 * M + D) + r, products, mask=inside)
+    return d
+
+
+@triton.jit(do_not_specialize=["some_read", "some_written", "first", "full_at", "total", "heads"])
 def _step_backward_kernel(
-    now, d_weights, d_sums, write, d_last, norms, d_norms, d_step, beside, parts, total, heads,
+    d_weights, d_sums, read_grad, write_grad, some_read, some_written, d_last, last, kept, full, after, before, lengths,
+    norms, d_norms, d_step, beside, d_kept, first, full_at, total, heads,
     D: tl.constexpr, M: tl.constexpr, MOMENTUM: tl.constexpr, MASKED: tl.constexpr, PRENORM: tl.constexpr,
-    ALIGNED: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr, BF: tl.constexpr,
+    EPS: tl.constexpr, ROWS: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
     r, b, row, at, width = _flat_rows(total, D, M, ROWS)
     f, inside = tl.arange(0, BF), r < total
     ok = inside[:, None] & (f[None, :] < width[:, None])
-    kind: tl.constexpr = write.dtype.element_ty
-    grad = _at(d_weights, at, f, ok) + _at(_aimed(now, READ, kind, ALIGNED), at, f, ok) + _at(write, at, f, ok)
-    moves = inside
-    if MASKED:
-        moves = inside & (tl.load(_aimed(now, FULL, tl.int32, False) + b // heads, mask=inside, other=0) != 0)
-    w = _at(_aimed(now, AFTER, kind, ALIGNED), at, f, ok)
-    length = tl.load(_aimed(now, LENGTHS, tl.float32, False) + r, mask=inside, other=1.0)
+    grad = _at(d_weights, at, f, ok)
+    grad += _at(read_grad, at, f, ok & (b < some_read)[:, None]) + _at(
+        write_grad, at, f, ok & (b < some_written)[:, None]
+    )
+    moves = _moving(full, full_at, b, heads, inside, MASKED)
+    w = _at(after, at, f, ok)
+    length = tl.load(lengths + first.to(tl.int64) * (2 * M + D) + r, mask=inside, other=1.0)
     n = tl.load(norms + r, mask=inside, other=1.0)
     around, safe, scaled = length + EPS, tl.where(n > 0, n, 1.0), moves & (n > 0)
     along = tl.sum(w * grad, 1)
     d_n = tl.load(d_norms + r, mask=inside, other=0.0)
     tl.store(d_norms + r, d_n + tl.where(scaled, along / safe, 0.0), mask=inside)
     back = tl.where(scaled & (length > 0), along * around / (safe * safe * tl.maximum(length, 1e-30)), 0.0)
-    d_after = (n / around)[:, None] * (grad - back[:, None] * w)
-    d_before = d_after
+    d = (n / around)[:, None] * (grad - back[:, None] * w)
+    d_before = d
     if PRENORM:
         old = _at(d_sums, at, f, ok)
-        d_after += old
+        d += old
         d_before = tl.zeros_like(grad)
-        _put(d_sums, at, f, tl.where(moves[:, None], d_after, old) if MASKED else d_after, ok)
+        _put(d_sums, at, f, tl.where(moves[:, None], d, old) if MASKED else d, ok)
     _put(d_weights, at, f, tl.where(moves[:, None], d_before, grad) if MASKED else d_before, ok)
     if MOMENTUM:
-        later = _at(d_last, at, f, ok)
-        d_after += later
-        products = tl.sum(d_after * _at(_aimed(now, LAST, kind, ALIGNED), at, f, ok), 1)
-        earlier = tl.load(_aimed(now, KEPT, tl.float32, False) + b, mask=inside, other=0.0)[:, None] * d_after
-        if MASKED:
-            earlier, products = tl.where(moves[:, None], earlier, later), tl.where(moves, products, 0.0)
-        _put(d_last, at, f, earlier, ok)
-        tl.store(parts + r, products, mask=inside)
+        d = _direction_backward(d, d_last, last, kept, d_kept, first, r, b, at, f, moves, inside, ok, D, M, MASKED)
     if MASKED:
-        d_after = tl.where(moves[:, None], d_after, 0.0)
+        d = tl.where(moves[:, None], d, 0.0)
     # the weights that the chunk had read lie beside the gradient: one product takes both
-    lower = row < 2 * M
-    put = b * 6 * M * D + tl.where(lower, row * D, 4 * M * D + (row - 2 * M) * 2 * M)
-    before = _at(_aimed(now, SAVED, kind, ALIGNED), at, f, ok)
-    _put(beside, put + tl.where(lower, 2 * M * D, M), f, before, ok)
+    _put_beside(beside, b, row, f, _at(before, at, f, ok), ok, 1, D, M)
     if d_step is None:
-        _put(beside, put, f, d_after, ok)
+        _put_beside(beside, b, row, f, d, ok, 0, D, M)
     else:
-        _put(d_step, at, f, d_after, ok)
+        _put(d_step, at, f, d, ok)
 
 
 def step_weights_backward(
-    table: Table, rows: int, d_weights: Tensor, d_sums: Tensor | None, write: Tensor, d_last: Tensor | None, masked: bool,
-    heads: int, norms: Tensor, d_norms: Tensor, d_step: Tensor | None, beside: Tensor, parts: Tensor, size: int, hidden: int,
-) -> None:  # fmt: skip
-    """The backward pass of `step_weights`, for the first `rows` rows. KEPT, FULL and LENGTHS are as there, AFTER what it saved,
+    rows: int, d_weights: Tensor, d_sums: Tensor | None, write_grad: Tensor, d_last: Tensor | None, kept: Tensor | None,
+    full: Tensor | None, heads: int, lengths: Tensor, norms: Tensor, d_norms: Tensor, d_step: Tensor | None,
+    beside: Tensor, d_kept: Tensor, size: int, hidden: int,
+) -> Prepared:  # fmt: skip
+    """The backward pass of `step_weights`.
 
-    SAVED the weights before, LAST the direction before, READ a part of the gradient of the new weights.
+    The launch takes, behind `first` and `full_at`, more of the gradient of the new weights, for how many rows that and
+    `write_grad` are, the weights after and before, as saved, and, with momentum, the direction before.
 
     Args:
         d_weights: float32, gradient of the new weights, becomes that of the ones before. d_sums: the same of the sums.
-        write: more of the gradient of the new weights. d_last: gradient of the new direction, becomes that of the one
-            before; None: no momentum. d_norms: float32, added to.
-        d_step: filled with the gradient of the direction, float32; None: it goes to `beside`, `[R, 6 M D]`, which is filled
-            with `[dG02; W02]` and `[dG1 | W1]`. parts: float32 `[R, 2 M + D]`, filled with parts of the gradient of KEPT.
+        write_grad: more of the gradient of the new weights.
+        d_last: float32, gradient of the new direction, becomes that of the one before; None: no momentum here.
+        d_norms: float32, added to. d_step: filled with the gradient of the direction; None: it goes to `beside`.
+        beside: `[R, 6 M D]`, filled with `[dG02; W02]` and `[dG1 | W1]`.
+        d_kept: float32 `[all rows, 2 M + D]`, filled with parts of the gradient of `kept`.
+        the others: as in `step_weights`.
     """
-    grid, constants = _flat_grid(rows, size, hidden)
-    with on_device(write):
-        _step_backward_kernel[grid](
-            table.now, d_weights, d_sums, write, d_last, norms, d_norms, d_step, beside, parts, heads=heads, **constants,
-            MOMENTUM=d_last is not None, MASKED=masked, PRENORM=d_sums is not None, ALIGNED=table.aligned, EPS=NORM_EPS,
-        )  # fmt: skip
+    names = "read_grad", "some_read", "some_written", "after", "before", *([] if d_last is None else ["last"])
+    return _flat(
+        _step_backward_kernel, names, rows, full, heads, size, hidden, d_weights=d_weights, d_sums=d_sums,
+        write_grad=write_grad, d_last=d_last, kept=kept, lengths=lengths, norms=norms, d_norms=d_norms, d_step=d_step,
+        beside=beside, d_kept=d_kept, MOMENTUM=d_last is not None, PRENORM=d_sums is not None,
+    )  # fmt: skip
+
+
+# --- the direction with its momentum where Newton-Schulz gets it ---
+
+
+@triton.jit(do_not_specialize=["first", "full_at", "total", "heads"])
+def _direct_kernel(
+    step, last, kept, full, direction, first, full_at, total, heads,
+    D: tl.constexpr, M: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    r, b, _row, at, width = _flat_rows(total, D, M, ROWS)
+    f, inside = tl.arange(0, BF), r < total
+    ok = inside[:, None] & (f[None, :] < width[:, None])
+    old = _at(last, at, f, ok)
+    g = _at(step, at, f, ok) + tl.load(kept + first + b, mask=inside, other=0.0)[:, None] * old
+    if MASKED:
+        g = tl.where(_moving(full, full_at, b, heads, inside, MASKED)[:, None], g, old)
+    _put(last, at, f, g, ok)
+    _put(direction, at, f, g, ok)
+
+
+def direct(
+    step: Tensor, last: Tensor, kept: Tensor | None, full: Tensor | None, heads: int, size: int, hidden: int
+) -> Prepared:
+    """A direction with its momentum, which also replaces the last one.
+
+    The launch takes, behind `first` and `full_at`, what is filled with it.
+
+    Args:
+        step: the direction without momentum. the others: as in `step_weights`.
+    """
+    rows, others = step.shape[0], {"step": step, "last": last, "kept": kept}
+    return _flat(_direct_kernel, ("direction",), rows, full, heads, size, hidden, **others)
+
+
+@triton.jit(do_not_specialize=["first", "full_at", "total", "heads"])
+def _direct_backward_kernel(
+    d_step, d_last, last, kept, full, beside, d_kept, first, full_at, total, heads,
+    D: tl.constexpr, M: tl.constexpr, MOMENTUM: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr,
+    BF: tl.constexpr,
+):  # fmt: skip
+    r, b, row, at, width = _flat_rows(total, D, M, ROWS)
+    f, inside = tl.arange(0, BF), r < total
+    ok = inside[:, None] & (f[None, :] < width[:, None])
+    moves = _moving(full, full_at, b, heads, inside, MASKED)
+    d = _at(d_step, at, f, ok)
+    if MOMENTUM:
+        d = _direction_backward(d, d_last, last, kept, d_kept, first, r, b, at, f, moves, inside, ok, D, M, MASKED)
+    if MASKED:
+        d = tl.where(moves[:, None], d, 0.0)
+    _put_beside(beside, b, row, f, d, ok, 0, D, M)
+
+
+def direct_backward(
+    rows: int, d_last: Tensor | None, kept: Tensor | None, full: Tensor | None, heads: int, beside: Tensor, d_kept: Tensor,
+    size: int, hidden: int,
+) -> Prepared:  # fmt: skip
+    """The backward pass of `direct`, into `beside`; arguments as in `step_weights_backward`.
+
+    The launch takes, behind `first` and `full_at`, the gradient that reaches the direction and, with momentum, the one before.
+    """
+    names = "d_step", *([] if d_last is None else ["last"])
+    return _flat(
+        _direct_backward_kernel, names, rows, full, heads, size, hidden, d_last=d_last, kept=kept, beside=beside,
+        d_kept=d_kept, MOMENTUM=d_last is not None,
+    )  # fmt: skip

@@ -112,14 +112,16 @@ class Tokens(NamedTuple):
 
 
 def empty_state(documents: int, k: Tensor, rates: int, weights: Weights, chunk: int, dtype: torch.dtype) -> LactState:
-    """The state before the first token: the initial weights `[H, .., ..]` for each of `documents` sequences."""
+    """The state before the first token: the initial weights `[H, .., ..]` for each of `documents` sequences.
+
+    Its pending tokens, which nobody writes, take no memory.
+    """
     heads, size = k.shape[2], k.shape[3]
     w0, w1, w2 = (w.to(dtype).expand(documents, *w.shape) for w in weights)
     pending = (
-        k.new_zeros(documents, chunk, heads, size),
-        k.new_zeros(documents, chunk, heads, size),
-        *(k.new_zeros(documents, chunk, heads, rates, dtype=dtype) for _ in range(3)),
-        k.new_zeros(documents, chunk, heads, dtype=dtype),
+        *(k.new_zeros(()).expand(documents, chunk, heads, size) for _ in range(2)),
+        *(k.new_zeros((), dtype=dtype).expand(documents, chunk, heads, rates) for _ in range(3)),
+        k.new_zeros((), dtype=dtype).expand(documents, chunk, heads),
     )
     fields = (
         *(w0, w1, w2) * 2,

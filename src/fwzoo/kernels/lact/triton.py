@@ -1,7 +1,8 @@
 """LaCT on a GPU: batched matrix products of the library, one Triton kernel between them, backward by recomputation.
 
-What tokens read needs only the weights before their chunk, so reading is apart from the chain of updates (see `chain.py`)
-and runs over many chunks at once. The weights before every chunk are kept for the backward pass, nothing of its inside.
+What tokens read needs only the weights before their chunk, so reading is apart from the chain of updates, and runs over
+several chunks at once. The weights before every chunk are kept for the backward pass, nothing of its inside. A chunk is a few
+large launches on buffers that all chunks share: the GPU works longer on them than Python takes to launch them.
 Products are bfloat16 for bfloat16 inputs and float32 otherwise; weights, sums, directions and rates are float32.
 
 R are rows of the batched products: sequences times heads. Flat matrices `[R, 3 M D]` hold W0, W2, W1 (see `passes.py`).
@@ -9,8 +10,10 @@ R are rows of the batched products: sequences times heads. Flat matrices `[R, 3 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +22,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..contract import few_tokens, needs_backward
-from ..gpu import custom
+from ..gpu import custom, on_device
 from ..tiling import Tiling
 from . import passes
-from .chain import Backward, Forward, Shape, chain_for, first
 from .chunk import in_chunks, read_plainly, waiting_tokens
-from .muon import split
+from .muon import orthogonal, orthogonal_backward, split
 from .rules import LactState, Options, Tokens
 
-READ_TOKENS = 1 << 16  # tokens times heads of one read: enough to fill the card, and its hidden units fit in its memory
+READ_TOKENS = (
+    1 << 13
+)  # of one read: enough to fill the card; twice as many where a backward pass follows, for fewer launches
 
 
 def lact_triton(
@@ -98,11 +102,12 @@ def _scan(
         sums, last = (x if x is None else _enter(tiling, x, heads) for x in (sums, last))
     tiles = Tokens._make((*(tile(x) for x in tokens[:5]), tile(tokens.momentum[..., None]).squeeze(-1)))
     k, v, lr0, lr1, lr2, momentum = tiles
-    gates = _gates((lr0, lr1, lr2), momentum, steps)
-    keep = needs_backward((q, k, v, gates, weights, sums, norms, last))
+    rates = torch.stack([x.flatten(0, -2) for x in (lr0, lr1, lr2)])
+    kept = momentum.mean(-1).flatten() if options.momentum else None
+    keep = needs_backward((q, k, v, rates, kept, weights, sums, norms, last))
     o_tiles, weights, new_sums, new_last, *_ = _scan_operator(
-        tile(q), k, v, gates, full, weights, sums, norms, last, steps,
-        [heads, hidden, updates, lr0.shape[-1], int(options.muon), int(keep)],
+        tile(q), k, v, rates, kept, full, weights, sums, norms, last, steps,
+        [heads, hidden, updates, int(options.muon), int(keep)],
     )  # fmt: skip
     fields = [weights, new_sums if options.prenorm else weights, new_last]
     if tiling is None:
@@ -124,15 +129,6 @@ def _scan(
     return o, LactState._make((*new[0], *new[1], *state[6:9], *directions, *waiting, count))
 
 
-def _gates(rates: tuple[Tensor, ...], momentum: Tensor, steps: list[int]) -> Tensor:
-    """Every chunk's rates and mean momentum in one row, as `_Call.gates` takes them apart."""
-    kept = momentum.mean(-1)
-    if kept.ndim == 2:
-        return torch.cat([*(x.flatten(1) for x in rates), kept], 1).flatten()
-    parts = zip(*(x.split(steps) for x in (*rates, kept)), strict=True)
-    return torch.cat([x.flatten() for part in parts for x in part])
-
-
 def _enter(tiling: Tiling, x: Tensor, heads: int) -> Tensor:
     return tiling.enter(x.unflatten(0, (-1, heads))).flatten(0, 1)
 
@@ -148,196 +144,252 @@ def _padded(x: Tensor, chunk: int) -> Tensor:
 
 # --- the operator of a scan ---
 
+Matrices = list[tuple[Tensor, Tensor]]  # W0 over W2 `[n, 2 M, D]`, and W1 `[n, D, M]`
+
 
 @dataclass(frozen=True)
 class _Call:
     """Sizes of a call, and views of its tensors.
 
     Attributes:
-        steps: active rows of every chunk number. heads, size, hidden: H, D, M. updates: chunk numbers that can be full.
-        dense: tiles are `[S, R, C, F]`; otherwise `[sum of steps, C, F]`.
+        steps: active rows of every chunk number. heads, chunk, size, hidden: H, C, D, M. updates: chunk numbers that can be full.
+        dense: tiles are `[S, R, C, F]`; otherwise `[sum of steps, C, F]`. keep: whether a backward pass follows.
     """
 
     steps: list[int]
     heads: int
+    chunk: int
     size: int
     hidden: int
     updates: int
     dense: bool
+    keep: bool
+
+    @property
+    def span(self) -> int:
+        """Chunk numbers that are read at once: some of one row, or one of all rows, whichever are more tiles."""
+        return some if self.dense and (some := self._some) > self.steps[0] else 1
 
     @property
     def by_row(self) -> bool:
-        """Whether a read takes many chunks of one row, and not all rows of one chunk."""
-        return self.dense and len(self.steps) > self.steps[0]
+        """Whether a read takes chunks of one row."""
+        return self.span > 1
+
+    @property
+    def most(self) -> int:
+        """Tiles of a read, at most."""
+        return self.span if self.by_row else self.steps[0]
+
+    @property
+    def _some(self) -> int:
+        return min((READ_TOKENS << self.keep) // self.chunk, len(self.steps))
 
     @property
     def blocks(self) -> list[int]:
         """Rows of what is kept of the weights: before the first chunk, then after every update."""
         return [*self.steps[:1], *self.steps[: self.updates]]
 
+    @property
+    def firsts(self) -> list[int]:
+        """Rows of all chunk numbers before each one."""
+        return [0, *itertools.accumulate(self.steps)]
+
     def chunks(self, x: Tensor) -> Sequence[Tensor]:
         """Tiles of every chunk number."""
-        return x.unbind(0) if x.ndim == 4 else x.split(self.steps)
+        return x.unbind(0) if self.dense else x.split(self.steps)
 
-    def before(self, saved: Tensor) -> list[Tensor]:
-        """Flat matrices before every chunk number."""
-        return [first(block, rows) for block, rows in zip(saved.split(self.blocks), self.steps, strict=False)]
+    def readable(self, x: Tensor) -> Tensor | Sequence[Tensor]:
+        """Tiles as `reads` takes them."""
+        return x if self.by_row else self.chunks(x)
 
-    def groups(self, x: Tensor, tokens: int) -> list[Tensor]:
-        """Tiles, or flat matrices `[sum of steps, ..]`, in the pieces that are read at once; tokens: C."""
+    def matrices(self, flat: Tensor, blocks: list[int]) -> Matrices:
+        """W0 over W2, and W1, of every block of flat matrices."""
+        return list(zip(*(x.split(blocks) for x in split(flat, self.size, self.hidden)), strict=True))
+
+    def reads(
+        self, start: int, end: int, tiles: Sequence[Any], weights: Sequence[tuple[Tensor, Matrices]]
+    ) -> Iterator[list[Tensor]]:
+        """What is read at once of chunk numbers `start` to `end`: of all `tiles`, then both matrices of all `weights`.
+
+        Args:
+            tiles: as of `readable`. weights: flat matrices, and `matrices` of them; the first is before chunk number `start`.
+        """
         if not self.by_row:
-            return list(self.chunks(x))
-        x = x if x.ndim == 4 else x.unflatten(0, (len(self.steps), -1))
-        return [piece for row in x.unbind(1) for piece in row.split(max(1, READ_TOKENS // tokens))]
-
-    def groups_before(self, saved: Tensor, tokens: int) -> list[Tensor]:
-        """The same for the weights that they read."""
-        if not self.by_row:
-            return self.before(saved)
-        return self.groups(saved[: len(self.steps) * self.steps[0]], tokens)
-
-    def gates(self, x: Tensor) -> Sequence[Tensor]:
-        """The gates of every chunk number: rates `[3, n, C, L]`, then `[n]`, the share of the last direction that is kept."""
-        each = x.numel() // sum(self.steps)
-        return x.split([each * n for n in self.steps])
+            for i in range(start, end):
+                both = (_first(x, self.steps[i]) for _, pieces in weights for x in pieces[i - start])
+                yield [*(x[i] for x in tiles), *both]
+            return
+        rows, count = self.steps[0], end - start
+        by_chunk = [flat[: count * rows].unflatten(0, (count, rows)) for flat, _ in weights]
+        for row, first in itertools.product(range(rows), range(0, count, self.most)):
+            last = min(first + self.most, count)
+            both = (x for flat in by_chunk for x in split(flat[first:last, row], self.size, self.hidden))
+            yield [*(x[start + first : start + last, row] for x in tiles), *both]
 
 
 def _call(k: Tensor, steps: list[int], sizes: list[int]) -> _Call:
-    return _Call(steps, sizes[0], k.shape[-1], sizes[1], sizes[2], k.ndim == 4)
+    return _Call(steps, sizes[0], k.shape[-2], k.shape[-1], sizes[1], sizes[2], k.ndim == 4, bool(sizes[4]))
 
 
-def _read_tiles(q: Tensor, flat: Tensor, size: int, hidden: int, out: Tensor) -> None:
-    both, w1 = split(flat, size, hidden)
-    torch.bmm(passes.swiglu(torch.bmm(q, both.mT)), w1.mT, out=out)
+def _first(x: Tensor, n: int) -> Tensor:
+    """The first n of `x`, which is often all of it (an index costs as much as a launch)."""
+    return x if n == x.shape[0] else x[:n]
 
 
-def _read_tiles_backward(d_o: Tensor, q: Tensor, flat: Tensor, size: int, hidden: int, d_q: Tensor, d: Tensor) -> None:
-    """Fills d_q `[R, C, D]` and `d`, the gradient of the flat matrices."""
-    w02, w1 = split(flat, size, hidden)
-    both, d_hidden = torch.bmm(q, w02.mT), torch.bmm(d_o, w1)
-    passes.swiglu_backward(both, d_hidden)
-    torch.bmm(both, w02, out=d_q)
-    d_w02, d_w1 = split(d, size, hidden)
-    torch.bmm(both.mT, q, out=d_w02)
-    torch.bmm(d_o.mT, d_hidden, out=d_w1)
+def _reader(both: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+    """What fills outputs `[R, C, D]` from queries and the two matrices; both `[R, C, 2 M]` is its own."""
+    activate, units = passes.swiglu(both), both[..., : both.shape[2] // 2]
+
+    def run(q: Tensor, o: Tensor, w02: Tensor, w1: Tensor) -> None:
+        torch.bmm(q, w02.mT, out=both)
+        activate()
+        torch.bmm(units, w1.mT, out=o)
+
+    return run
 
 
-Flags = tuple[bool, bool, bool, bool, bool]
+def _reader_backward(both: Tensor, d_hidden: Tensor) -> Callable[..., None]:
+    """What fills d_q `[R, C, D]` and the gradients of the matrices; both `[R, C, 2 M]` and d_hidden `[R, C, M]` are its own."""
+    differentiate, transposed = passes.swiglu_backward(both, d_hidden), both.mT
+
+    def run(d_o: Tensor, q: Tensor, d_q: Tensor, w02: Tensor, w1: Tensor, d_w02: Tensor, d_w1: Tensor) -> None:
+        torch.bmm(q, w02.mT, out=both)
+        torch.bmm(d_o, w1, out=d_hidden)
+        differentiate()
+        torch.bmm(both, w02, out=d_q)
+        torch.bmm(transposed, q, out=d_w02)
+        torch.bmm(d_o.mT, d_hidden, out=d_w1)
+
+    return run
 
 
-def _chain(kind: Any, call: _Call, k: Tensor, rates: int, flags: Flags, places: list[list[int]]) -> Any:
-    """Buffers and launches for a call; flags: momentum, muon, prenorm, keep, ragged. places: of its first two chunks."""
-    aligned = all(place[i] % 16 == 0 for place in places for i in passes.ALIGNED_SLOTS)
-    shape = Shape(call.steps[0], call.heads, k.shape[-2], call.size, call.hidden, rates, *flags, aligned, k.dtype)
-    return chain_for(kind, shape, k.device)
+def _read_all_backward(call: _Call, d_o: Tensor, q: Tensor, d_q: Tensor, saved: Tensor, d_saved: Tensor) -> None:
+    """The backward pass of all reads: fills d_q, and the gradients of the weights that every chunk number reads."""
+    both, d_hidden = (q.new_empty(call.most, call.chunk, n * call.hidden) for n in (2, 1))
+    reader = functools.cache(lambda n: _reader_backward(_first(both, n), _first(d_hidden, n)))
+    weights = [(x, call.matrices(x, blocks)) for x, blocks in ((saved, call.blocks), (d_saved, call.steps))]
+    for own_d_o, *own in call.reads(0, len(call.steps), [call.readable(x) for x in (d_o, q, d_q)], weights):
+        reader(own_d_o.shape[0])(own_d_o, *own)
 
 
-def _places(slots: Iterable[tuple[Any, Tensor | None]], tiles: Iterable[tuple[Any, Tensor]] = ()) -> list[int]:
-    """Addresses by slot, for `passes.Table`. tiles: `[R, C, F]` with any strides but the last."""
-    place = [0] * passes.SLOTS
-    for slot, x in slots:
-        place[slot.value] = 0 if x is None else x.data_ptr()
-    for slot, x in tiles:
-        size = x.element_size()
-        place[slot.value : slot.value + 3] = [x.data_ptr(), x.stride(0) * size, x.stride(1) * size]
-    return place
+@contextlib.contextmanager
+def _alone(x: Tensor) -> Iterator[None]:
+    """The device of `x` is current, and products are of the dtypes they are given (a backward pass may run under autocast)."""
+    with on_device(x), torch.autocast(x.device.type, enabled=False):
+        yield
 
 
-def _parts(gates: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Of a chunk's gates: where the rates begin, and the momentum `[n]`."""
-    return gates, gates[len(gates) - n :]
-
-
-def _walk(chain: Any, order: Sequence[int], steps: list[int], place: Callable[[int], list[int]], ragged: bool) -> None:
-    """Run the chunks in order; without ragged documents, each lies as far behind the last one as the second does."""
-    for j, i in enumerate(order):
-        if ragged or j == 0:
-            chain.table.aim(place(i), place(order[1]) if len(order) > 1 and not ragged else None)
-        chain.run(steps[i])
-
-
-def _dense(x: Tensor) -> Tensor:
-    """`x` as the kernels read it: the last axis without gaps."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def _owned(x: Tensor) -> Tensor:
+    """A contiguous copy."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, gates: Tensor, full: Tensor | None, weights: Tensor, sums: Tensor | None,
-    norms: Tensor, last: Tensor | None, steps: list[int], sizes: list[int],
+    q: Tensor, k: Tensor, v: Tensor, rates: Tensor, kept: Tensor | None, full: Tensor | None, weights: Tensor,
+    sums: Tensor | None, norms: Tensor, last: Tensor | None, steps: list[int], sizes: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Outputs, new weights, sums and direction; then the weights before and after every chunk in the products' dtype, the
-    norms of the rows before they were rescaled, and the directions.
+    norms of the rows before they were rescaled, and the directions: all empty where no backward pass follows.
     """
-    call, (muon, keep) = _call(k, steps, sizes), (bool(x) for x in sizes[4:])
-    rows, chunk, entries = steps[0], k.shape[-2], weights.shape[1]
-    saved = k.new_empty(sum(call.blocks), entries)
+    call, (muon, keep) = _call(k, steps, sizes), (bool(x) for x in sizes[3:])
+    size, hidden, rows, chunk, entries = call.size, call.hidden, steps[0], k.shape[-2], weights.shape[1]
+    span = len(steps) if keep else call.span
+    blocks = call.blocks if keep else [rows] * (min(span, call.updates) + 1)  # of which the weights are at hand
+    saved, o = k.new_empty(sum(blocks), entries), torch.empty_like(q)
     directed = keep and (muon or last is not None)
-    saved_last = k.new_empty(sum(call.blocks) if directed else 0, entries)
+    saved_last = k.new_empty(sum(blocks) if directed else 0, entries)
     lengths = norms.new_empty(sum(steps[: call.updates]) if keep else 0, norms.shape[1])
-    o, new = torch.empty_like(q), [x if x is None else x.clone() for x in (weights, sums, last)]
-    blocks, all_lengths = saved.split(call.blocks), lengths.split(steps[: call.updates]) if keep else None
-    directions, all_gates = saved_last.split(call.blocks) if directed else None, call.gates(gates)
-    keys, values = (call.chunks(_dense(x)) for x in (k, v))
+    weights, norms = _owned(weights), norms.contiguous()
+    sums, last = (x if x is None else _owned(x) for x in (sums, last))
+    slots, matrices = saved.split(blocks), call.matrices(saved, blocks)
+    slots[0].copy_(weights[:rows])
+    directions = saved_last.split(blocks) if directed else None
+    if directions is not None and last is not None:
+        directions[0].copy_(last[:rows])
+    both, error = k.new_empty(max(rows, call.most), chunk, 2 * hidden), k.new_empty(rows, chunk, hidden)
+    step = k.new_empty(rows, entries)
+    reader = functools.cache(lambda n: _reader(_first(both, n)))
 
-    def place(i: int) -> list[int]:
-        rates, kept = _parts(all_gates[i], steps[i])
-        return _places(
-            [
-                (passes.RATES, rates), (passes.KEPT, kept), (passes.FULL, None if full is None else full[i]),
-                (passes.SAVED, blocks[i + 1]), (passes.LENGTHS, None if all_lengths is None else all_lengths[i]),
-                (passes.DIRECTION, None if directions is None else directions[i + 1]),
-            ],
-            [(passes.KEYS, keys[i]), (passes.VALUES, values[i])],
+    def launches(n: int) -> tuple[Any, ...]:
+        """For chunks of n rows: what fills the rows that are written, the directions, and what steps."""
+        own_both, own_error, own_step = (_first(x, n) for x in (both, error, step))
+        write = passes.written(own_both, own_error, rates)
+        step02, step1 = split(own_step, size, hidden)
+
+        def project(own_k: Tensor, own_v: Tensor, w02: Tensor, w1: Tensor, first: int) -> None:
+            torch.bmm(own_k, w02.mT, out=own_both)
+            torch.bmm(own_v, w1, out=own_error)
+            write(first * chunk)
+            if rates.shape[2] == 1:
+                torch.bmm(own_both.mT, own_k, out=step02)
+            else:
+                for j, part in ((0, slice(None, hidden)), (2, slice(hidden, None))):
+                    torch.bmm(own_both[..., part].mT, _scaled(own_k, rates[j], first), out=step02[:, part])
+            torch.bmm(own_v.mT, own_error, out=step1)
+
+        rest = kept, full, call.heads
+        put = passes.step_weights(
+            n, None if muon else last, *rest, weights if sums is None else sums, weights, norms, lengths if keep else None,
+            directed and not muon, size, hidden,
         )  # fmt: skip
+        direct = passes.direct(own_step, last, *rest, size, hidden) if muon and last is not None else None
+        return project, own_step, direct, put
 
-    flags = last is not None, muon, sums is not None, keep, full is not None
-    order = range(call.updates)
-    chain = _chain(Forward, call, k, sizes[3], flags, [place(i) for i in order[: None if full is not None else 2]])
-    with chain.call():
-        state = [
-            (chain.weights, weights),
-            (chain.sums, sums),
-            (chain.last, last),
-            (chain.narrow, weights),
-            (chain.norms, norms),
-        ]
-        for own, x in state:
-            if own is not None and x is not None:
-                own.copy_(x[:rows])
-        blocks[0].copy_(chain.narrow)
-        if directions is not None and last is not None:
-            directions[0].copy_(last[:rows])
-        _walk(chain, order, steps, place, full is not None)
-        for own, x in zip((chain.weights, chain.sums, chain.last), new, strict=True):
-            if own is not None and x is not None:
-                x[:rows].copy_(own)
-    for own_q, flat, out in zip(
-        call.groups(q, chunk), call.groups_before(saved, chunk), call.groups(o, chunk), strict=True
-    ):
-        _read_tiles(own_q, flat, call.size, call.hidden, out)
+    prepared = functools.cache(launches)
+    keys, values, firsts = call.chunks(k), call.chunks(v), call.firsts
+    tiles = [call.readable(x) for x in (q, o)]
+    with _alone(q):
+        for start in range(0, len(steps), span):
+            end = min(start + span, len(steps))
+            if start and span > 1:
+                slots[0].copy_(slots[-1])
+            here = start % 2 if span == 1 and not keep else 0  # the slot of the weights before chunk number `start`
+            for i in range(start, min(end, call.updates)):
+                n, at = steps[i], (firsts[i], 0 if full is None else i * full.shape[1])
+                project, own_step, direct, put = prepared(n)
+                before, after = here + i - start, (here + i - start + 1) % len(slots)
+                project(keys[i], values[i], *(_first(x, n) for x in matrices[before]), firsts[i])
+                direction = [directions[i + 1]] if directions is not None else []
+                if muon:
+                    if direct is None:
+                        direction = [x.copy_(own_step) for x in direction] or [own_step]
+                    else:
+                        direction = direction or [torch.empty_like(own_step)]
+                        direct(*at, *direction)
+                    own_step, direction = orthogonal(direction[0], size, hidden)[0], []
+                put(*at, own_step, slots[after], *direction)
+            for own_q, *own in call.reads(start, end, tiles, [(saved, matrices[here:])]):
+                reader(own_q.shape[0])(own_q, *own)
     if not keep:
         saved = k.new_empty(0)
     none = norms.new_empty(0)
     return (
         o,
-        new[0],
-        none if new[1] is None else new[1],
-        none.clone() if new[2] is None else new[2],
+        weights,
+        none if sums is None else sums,
+        none.clone() if last is None else last,
         saved,
         lengths,
         saved_last,
     )
 
 
+def _scaled(k: Tensor, rate: Tensor, first: int) -> Tensor:
+    """Keys `[n, C, D]` times a rate a channel, `[rows C, D]` from row `first` on."""
+    begin = first * k.shape[1]
+    return (k * rate[begin : begin + k.shape[0] * k.shape[1]].view(k.shape)).to(k.dtype)
+
+
 def _fake_forward(
-    q: Tensor, k: Tensor, v: Tensor, gates: Tensor, full: Tensor | None, weights: Tensor, sums: Tensor | None,
-    norms: Tensor, last: Tensor | None, steps: list[int], sizes: list[int],
+    q: Tensor, k: Tensor, v: Tensor, rates: Tensor, kept: Tensor | None, full: Tensor | None, weights: Tensor,
+    sums: Tensor | None, norms: Tensor, last: Tensor | None, steps: list[int], sizes: list[int],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    call, (muon, keep) = _call(k, steps, sizes), (bool(x) for x in sizes[4:])
+    call, (muon, keep) = _call(k, steps, sizes), (bool(x) for x in sizes[3:])
+    flat = torch.empty_like(weights, memory_format=torch.contiguous_format)
     none, blocks, entries = norms.new_empty(0), sum(call.blocks), weights.shape[1]
     return (
-        torch.empty_like(q), torch.empty_like(weights), none if sums is None else torch.empty_like(sums),
-        none.clone() if last is None else torch.empty_like(last),
+        torch.empty_like(q), flat, none if sums is None else torch.empty_like(flat),
+        none.clone() if last is None else torch.empty_like(flat),
         k.new_empty(blocks, entries) if keep else k.new_empty(0),
         norms.new_empty(sum(steps[: call.updates]) if keep else 0, norms.shape[1]),
         k.new_empty(blocks if keep and (muon or last is not None) else 0, entries),
@@ -346,103 +398,117 @@ def _fake_forward(
 
 def _backward(
     d_o: Tensor | None, d_weights: Tensor | None, d_sums: Tensor | None, d_last: Tensor | None,
-    q: Tensor, k: Tensor, v: Tensor, gates: Tensor, full: Tensor | None, weights: Tensor, sums: Tensor | None,
-    norms: Tensor, last: Tensor | None, steps: list[int], sizes: list[int], o: Tensor, new_weights: Tensor,
-    new_sums: Tensor, new_last: Tensor, saved: Tensor, lengths: Tensor, saved_last: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    call, muon = _call(k, steps, sizes), bool(sizes[4])
-    rows, chunk, size, hidden = steps[0], k.shape[-2], call.size, call.hidden
+    q: Tensor, k: Tensor, v: Tensor, rates: Tensor, kept: Tensor | None, full: Tensor | None, weights: Tensor,
+    sums: Tensor | None, norms: Tensor, last: Tensor | None, steps: list[int], sizes: list[int],
+    o: Tensor, new_weights: Tensor, new_sums: Tensor, new_last: Tensor, saved: Tensor, lengths: Tensor,
+    saved_last: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    call, muon = _call(k, steps, sizes), bool(sizes[3])
+    rows, chunk, size, hidden, entries = steps[0], k.shape[-2], call.size, call.hidden, weights.shape[1]
     ends = d_weights is None and d_sums is None and d_last is None  # the last chunk's update reaches nothing
-    updates = call.updates - int(ends and call.updates == len(steps))
-    make = torch.empty_like if updates == len(steps) else torch.zeros_like
-    d_q, d_k, d_v, d_norms = torch.empty_like(q), _dense(make(k)), _dense(make(v)), torch.zeros_like(norms)
-    d_gates = torch.zeros_like(gates)
-    d_o = torch.zeros_like(o) if d_o is None else d_o
-    last_rows = steps[-1] if call.updates == len(steps) else 0  # nothing reads what the last chunk's update leaves
-    d_read = k.new_empty(sum(steps) + last_rows, saved.shape[1])
-    d_read[sum(steps) :].zero_()
-    for own_d_o, own_q, flat, own_d_q, own_d in zip(
-        *(call.groups(x, chunk) for x in (d_o, q)), call.groups_before(saved, chunk),
-        *(call.groups(x, chunk) for x in (d_q, d_read[: sum(steps)])), strict=True,
-    ):  # fmt: skip
-        _read_tiles_backward(own_d_o, own_q, flat, size, hidden, own_d_q, own_d)
-    found = [
-        None if x is None else torch.zeros_like(x) if d is None else d.clone()
+    updates, firsts = call.updates - int(ends and call.updates == len(steps)), call.firsts
+    d_weights, d_sums, d_last = (
+        None if x is None else torch.zeros_like(new_weights) if d is None else _owned(d)
         for x, d in ((weights, d_weights), (sums, d_sums), (last, d_last))
-    ]
-    reads, blocks, all_lengths = (
-        d_read.split([*steps, last_rows]),
-        saved.split(call.blocks),
-        lengths.split(steps[: call.updates]),
     )
-    directions = saved_last.split(call.blocks) if saved_last.numel() else None
-    keys, values, d_keys, d_values = (call.chunks(x) for x in (_dense(k), _dense(v), d_k, d_v))
-    all_gates, all_d_gates = call.gates(gates), call.gates(d_gates)
-    chain: Backward
+    assert d_weights is not None
+    norms, d_norms = norms.contiguous(), torch.zeros_like(norms, memory_format=torch.contiguous_format)
+    d_q, d_k, d_v, d_rates = (torch.empty_like(x) for x in (q, k, v, rates))
+    d_rates[:, firsts[updates] * chunk :].zero_()
+    for x in (d_k, d_v):
+        x[updates if call.dense else firsts[updates] :].zero_()
+    d_kept = norms.new_zeros(0 if kept is None else sum(steps), norms.shape[1])  # of the gradient of `kept`
+    d_o = torch.zeros_like(o) if d_o is None else d_o
+    d_read = k.new_empty(sum(steps), entries)
+    with _alone(q):
+        _read_all_backward(call, d_o, q, d_q, saved, d_read)
+        four, two = k.new_empty(rows, chunk, 4 * hidden), k.new_empty(rows, chunk, 2 * hidden)
+        beside, d_write = k.new_empty(rows, 2 * entries), k.new_empty(rows, entries)
+        d_step = k.new_empty(rows if muon else 0, entries)
 
-    def place(i: int) -> list[int]:
-        (rates, kept), (d_rates, d_kept) = (_parts(x[i], steps[i]) for x in (all_gates, all_d_gates))
-        return _places(
-            [
-                (passes.RATES, rates), (passes.KEPT, kept), (passes.FULL, None if full is None else full[i]),
-                (passes.SAVED, blocks[i]), (passes.AFTER, blocks[i + 1]), (passes.LENGTHS, all_lengths[i]),
-                (passes.LAST, None if directions is None else directions[i]),
-                (passes.DIRECTION, None if directions is None else directions[i + 1]),
-                (passes.READ, reads[i + 1] if full is None else chain.read),
-                (passes.D_RATES, d_rates), (passes.D_KEPT, d_kept),
-            ],
-            [
-                (passes.KEYS, keys[i]), (passes.VALUES, values[i]), (passes.D_KEYS, d_keys[i]),
-                (passes.D_VALUES, d_values[i]),
-            ],
-        )  # fmt: skip
+        def launches(n: int) -> tuple[Any, ...]:
+            """For chunks of n rows: what takes a step back, what goes through the momentum, and what is behind that."""
+            own_four, own_two, own_beside, own_write = (_first(x, n) for x in (four, two, beside, d_write))
+            cut = 4 * hidden * size
+            w02 = own_beside[:, :cut].unflatten(1, (4 * hidden, size))
+            w1 = own_beside[:, cut:].unflatten(1, (size, 2 * hidden))
+            d_write02, d_write1 = split(own_write, size, hidden)
+            per_channel = ((0, slice(None, hidden)), (2, slice(hidden, 2 * hidden)))
+            write = passes.written_backward(own_four, own_two, rates, d_rates)
 
-    flags = last is not None, muon, sums is not None, True, full is not None
-    order = range(updates)[::-1]
-    places = [place(i) for i in order[:2]] if full is None else [[8] * passes.SLOTS]
-    chain = _chain(Backward, call, k, sizes[3], flags, places)
-    with chain.call():
-        state = [*zip((chain.d_weights, chain.d_sums, chain.d_last), found, strict=True), (chain.d_norms, d_norms)]
-        for own, x in ((chain.norms, norms), *state):
-            if own is not None and x is not None:
-                own.copy_(x[:rows])
-        chain.d_write.zero_()
-        if full is None:
-            _walk(chain, order, steps, place, False)
-        else:
-            chain.read.zero_()
-            for i in order:
-                n, m = steps[i], steps[i + 1] if i + 1 < len(steps) else 0
-                chain.d_write[m:n].zero_()  # of documents that end here
-                if m:
-                    chain.read[:m].copy_(reads[i + 1])
-                _walk(chain, [i], steps, place, True)
-        for own, x in state:
-            if own is not None and x is not None:
-                x[:rows].copy_(own)
-        assert found[0] is not None
-        found[0][:rows] += reads[0]
-        found[0][:rows] += chain.d_write
+            def project(own_k: Tensor, own_v: Tensor, own_d_k: Tensor, own_d_v: Tensor, first: int) -> None:
+                if rates.shape[2] == 1:
+                    torch.bmm(own_k, w02.mT, out=own_four)
+                else:
+                    torch.bmm(own_k, w02[:, 2 * hidden :].mT, out=own_four[..., 2 * hidden :])
+                    for j, part in per_channel:
+                        torch.bmm(_scaled(own_k, rates[j], first), w02[:, part].mT, out=own_four[..., part])
+                torch.bmm(own_v, w1, out=own_two)
+                write(first * chunk)
+                torch.bmm(own_four[..., 2 * hidden :].mT, own_k, out=d_write02)
+                torch.bmm(own_v.mT, own_two[..., hidden:], out=d_write1)
+                if rates.shape[2] == 1:
+                    torch.bmm(own_four, w02, out=own_d_k)
+                else:
+                    d = torch.bmm(own_four[..., 2 * hidden :], w02[:, 2 * hidden :]).float()
+                    here = slice(first * chunk, (first + n) * chunk)
+                    for j, part in per_channel:
+                        d_scaled = torch.bmm(own_four[..., part], w02[:, part]).float()
+                        d_rates[j, here] = (d_scaled * own_k).flatten(0, 1)
+                        d += d_scaled * rates[j, here].view(d.shape)
+                    own_d_k.copy_(d)
+                torch.bmm(own_two, w1.mT, out=own_d_v)
+
+            rest, own_step = (kept, full, call.heads), _first(d_step, n) if muon else None
+            take = passes.step_weights_backward(
+                n, d_weights, d_sums, d_write, None if muon else d_last, *rest, lengths, norms, d_norms, own_step, beside,
+                d_kept, size, hidden,
+            )  # fmt: skip
+            direct = passes.direct_backward(n, d_last, *rest, beside, d_kept, size, hidden) if muon else None
+            return take, own_step, direct, project
+
+        prepared = functools.cache(launches)
+        reads, slots = d_read.split(steps), saved.split(call.blocks)
+        directions = saved_last.split(call.blocks) if saved_last.numel() else None
+        keys, values, d_keys, d_values = (call.chunks(x) for x in (k, v, d_k, d_v))
+        for i in reversed(range(updates)):
+            n, at = steps[i], (firsts[i], 0 if full is None else i * full.shape[1])
+            take, own_step, direct, project = prepared(n)
+            later = steps[i + 1] if i + 1 < len(steps) else 0
+            before = [] if directions is None or d_last is None else [directions[i]]
+            written = later if i + 1 < updates else 0
+            read = reads[min(i + 1, len(steps) - 1)]
+            take(*at, read, later, written, slots[i + 1], slots[i], *([] if muon else before))
+            if direct is not None and directions is not None:
+                direction = directions[i + 1]
+                _, trail = orthogonal(direction, size, hidden)
+                direct(*at, orthogonal_backward(own_step, direction, trail, size, hidden), *before)
+            project(keys[i], values[i], d_keys[i], d_values[i], firsts[i])
+    d_weights[:rows] += reads[0]
+    if updates:
+        d_weights[:rows] += d_write
     none = norms.new_empty(0)
     return (
-        d_q, d_k, d_v, d_gates, found[0], none if found[1] is None else found[1], d_norms,
-        none.clone() if found[2] is None else found[2],
+        d_q, d_k, d_v, d_rates, none.clone() if kept is None else d_kept.sum(1), d_weights,
+        none.clone() if d_sums is None else d_sums, d_norms, none.clone() if d_last is None else d_last,
     )  # fmt: skip
 
 
 def _fake_backward(
-    d_o: Any, d_weights: Any, d_sums: Any, d_last: Any, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, full: Any,
-    weights: Tensor, sums: Tensor | None, norms: Tensor, last: Tensor | None, *others: Any,
+    d_o: Any, d_weights: Any, d_sums: Any, d_last: Any, q: Tensor, k: Tensor, v: Tensor, rates: Tensor,
+    kept: Tensor | None, full: Any, weights: Tensor, sums: Tensor | None, norms: Tensor, last: Tensor | None, *others: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    none = norms.new_empty(0)
+    flat, none = torch.empty_like(weights, memory_format=torch.contiguous_format), norms.new_empty(0)
     return (
-        *(torch.empty_like(x) for x in (q, k, v, gates, weights)), none if sums is None else torch.empty_like(sums),
-        torch.empty_like(norms), none.clone() if last is None else torch.empty_like(last),
+        *(torch.empty_like(x) for x in (q, k, v, rates)), none.clone() if kept is None else torch.empty_like(kept), flat,
+        none.clone() if sums is None else torch.empty_like(flat),
+        torch.empty_like(norms, memory_format=torch.contiguous_format),
+        none.clone() if last is None else torch.empty_like(flat),
     )  # fmt: skip
 
 
 _scan_operator = custom(
-    "lact", _forward, _backward, _fake_forward, _fake_backward, outputs=4, inputs=(0, 1, 2, 3, 5, 6, 7, 8),
+    "lact", _forward, _backward, _fake_forward, _fake_backward, outputs=4, inputs=(0, 1, 2, 3, 4, 6, 7, 8, 9),
     module=__name__, materialize=False,
 )  # fmt: skip
 
@@ -452,14 +518,19 @@ _scan_operator = custom(
 
 def _read_forward(q: Tensor, flat: Tensor, hidden: int) -> tuple[Tensor]:
     o = torch.empty_like(q)
-    _read_tiles(q, flat.to(q.dtype), q.shape[2], hidden, o)
+    with _alone(q):
+        both = q.new_empty(*q.shape[:2], 2 * hidden)
+        _reader(both)(q, o, *split(flat.to(q.dtype), q.shape[2], hidden))
     return (o,)
 
 
 def _read_backward(d_o: Tensor, q: Tensor, flat: Tensor, hidden: int, o: Tensor) -> tuple[Tensor, Tensor]:
     narrow, d_q = flat.to(q.dtype), torch.empty_like(q)
     d = torch.empty_like(narrow)
-    _read_tiles_backward(d_o, q, narrow, q.shape[2], hidden, d_q, d)
+    with _alone(q):
+        both, d_hidden = (q.new_empty(*q.shape[:2], n * hidden) for n in (2, 1))
+        run = _reader_backward(both, d_hidden)
+        run(d_o, q, d_q, *split(narrow, q.shape[2], hidden), *split(d, q.shape[2], hidden))
     return d_q, d.to(flat.dtype)
 
 
