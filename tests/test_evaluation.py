@@ -317,7 +317,7 @@ class Oracle:
     def eval(self) -> Oracle:
         return self
 
-    def memorize(self, ids: torch.Tensor, cache: Oracle | None, piece_size: int) -> Oracle:
+    def memorize(self, ids: torch.Tensor, cache: Oracle | None, piece_size: int, on_piece: Any) -> Oracle:
         return Oracle(ids, 1 if cache is None else cache.passes + 1)
 
     def batch_repeat_interleave(self, times: int) -> None:
@@ -353,7 +353,7 @@ def test_frozen_updates_find_nothing_that_was_only_read(text: np.ndarray, tmp_pa
     niah.run(tmp_path, "tiny", model, ByT5Tokenizer(), text, settings, Console())
     held = json.loads((tmp_path / "results.json").read_text())["pieces"]
     assert model.config.value_lr == model.config.key_lr == 1.0
-    assert set(held) == {"writing 64", "frozen 64"}
+    assert set(held) == {"writing 64 0-1", "frozen 64 0-1"}
 
 
 # --- perplexity ---
