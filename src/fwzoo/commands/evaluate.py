@@ -129,7 +129,11 @@ def falcon(
     """{read after, before the write} x {shifted, same-step pairs} of a Falcon rule, on the addition task."""
     from fwzoo.evaluation.addition import Settings, ablation, run
 
+    from .common import bad
+
     with _experiment() as console:
+        if "falcon" not in layout.lower():
+            raise bad("--layout", f"{layout!r} is not allowed; allowed is a layout with a Falcon rule.")
         settings = _addition_settings(
             Settings, digits, test_digits, hidden_size, layers, heads, steps, batch_size, lr, problems, growth
         )
