@@ -182,25 +182,35 @@ def test_the_learning_rate_rises_and_falls() -> None:
     assert rates[0] < 0.1 and max(rates) == pytest.approx(1.0, abs=0.01) and rates[-1] == pytest.approx(0.01, abs=0.01)
 
 
+MEMORIES = ["sliding_attention+fwpkm@1", "sliding_attention+fwmlp@1", "lact"]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "layout", ["full_attention", "sliding_attention", "gated_delta", "falcon1", "falcon1a", "falcon3a"]
+    "layout", ["full_attention", "sliding_attention", "gated_delta", "falcon1", "falcon1a", "falcon3a", *MEMORIES]
 )
 def test_a_captured_step_is_the_step(layout: str) -> None:
-    losses = []
+    settings, losses = recall.Settings(pairs=8, asked=8, symbols=16, hidden_size=64), []
     for captured in (False, True):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(addition.variants([layout])[layout].config(TINY)).cuda().train()
+        model = AutoModelForCausalLM.from_config(recall.config_of(layout, settings, 16, 0)).cuda().train()
         step = Step(model, Schedule(steps=12, batch_size=8, lr=1e-3))
         found = []
         for number in range(12):
-            step.put(*addition.training_batch(number, 8, 2, 0), 1e-3)
+            rng = np.random.default_rng(number)
+            step.put(*recall.draw(rng.integers(1, 9, 8), 8, 8, 16, rng), 1e-3)
             if captured and number == 3:
                 assert step.capture()
             step.run()
             found.append(step.loss.item())
         losses.append(found)
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_a_step_that_hands_its_memory_on_is_not_captured(capsys: pytest.CaptureFixture) -> None:
+    model = fwzoo.FwmlpForCausalLM(fwzoo.FwmlpConfig.tiny(carry_fast_weights=True)).train()
+    step = Step(model, Schedule(steps=2, batch_size=1, lr=1e-3))
+    assert not step.capture() and "hands what it wrote on" in capsys.readouterr().out
 
 
 # --- results on disk ---
