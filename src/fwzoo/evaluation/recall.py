@@ -195,7 +195,7 @@ def run(
         pieces = experiment.pieces({f"{layout} size": (_size, layout, settings) for layout in layouts})
         runs = {
             f"{layout} seed {seed} lr {lr:g}": (layout, settings, seed, lr)
-            for seed, lr, layout in itertools.product(seeds, settings.lrs, layouts)
+            for seed, lr, layout in itertools.product(seeds, sorted(settings.lrs, reverse=True), layouts)
         }
         pieces |= experiment.pieces({key: (_train_and_test, experiment, key, *run) for key, run in runs.items()})
         best = {
@@ -256,6 +256,7 @@ def _train_and_test(
         batch_size=settings.batch_size,
         lr=lr,
         warmup=max(1, min(100, settings.steps // 10)),
+        hold=0.6,  # a mixer that has to learn first which value belongs to a key is slow to begin
         seed=seed,
         muon=True,
     )
