@@ -297,12 +297,13 @@ def plot(path: Path, summary: dict[str, Any], settings: Settings) -> None:
             return
         for i, (layout, row) in enumerate(summary.items()):
             lines = 100 * np.array([row["accuracy"][str(n)] for n in settings.test_pairs])
-            style = "--" if layout == "full_attention" else "-"
+            style = "--" if layout == "full_attention" else "-" if i < 10 else "-."
             label = f"{layout} ({row['state_bytes']:,} bytes)"
             axes.plot(settings.test_pairs, lines.mean(1), style, marker=".", color=f"C{i % 10}", label=label)
             axes.fill_between(settings.test_pairs, lines.min(1), lines.max(1), color=f"C{i % 10}", alpha=0.15)
         axes.axvline(settings.pairs, color="grey", linestyle=":")
         axes.set_xscale("log", base=2)
+        axes.set_xticks(settings.test_pairs, map(str, settings.test_pairs))
         axes.set(
             xlabel="pairs in the context (dotted: the most in training)", ylabel="values recalled, %", ylim=(0, 102)
         )
