@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from fwzoo import cli
 from fwzoo.analysis import capacity
 from fwzoo.analysis.capacity import CHUNK, Held, measure_memory, measure_stores, memory_steps, pair_counts
+from fwzoo.commands import capacity as capacity_command
+from fwzoo.evaluation.training import Interrupted
 from fwzoo.kernels.falcon import RULES
 
 PUBLISHED = {
@@ -213,14 +215,34 @@ def test_json_is_one_object_and_nothing_else(monkeypatch: pytest.MonkeyPatch, ca
 
 def test_table_and_plot(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture, tmp_path) -> None:
     out = tmp_path / "lab"
-    for _ in range(2):  # what it wrote itself it may replace
+    for _ in range(2):  # the second one finds everything done
         assert not command(monkeypatch, "--pairs", 64, "--key-size", 8, "--out", out)
     shown = capfd.readouterr().out
     assert "cubed_relu" in shown and "falcon3a" in shown and "state bytes" in shown
-    assert sorted(path.name for path in out.iterdir()) == ["capacity.json", "capacity.png"]
-    (out / "mine").touch()
+    assert sorted(path.name for path in out.iterdir()) == ["capacity.json", "capacity.png", "locks", "results.json"]
     assert command(monkeypatch, "--out", out) == 2
-    assert capfd.readouterr().err.startswith("fwzoo: Invalid value for --out")
+    said = capfd.readouterr().err
+    assert said.startswith("fwzoo: Invalid value for --out") and "pairs = 64, not 2000000" in said
+
+
+def test_an_interrupted_measurement_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture, tmp_path
+) -> None:
+    options = ("--pairs", 64, "--key-size", 8, "--out", tmp_path / "lab", "--json")
+    measured, real = [], capacity_command.measure_memory
+
+    def measure(step, *arguments, **options):
+        measured.append(step)
+        if len(measured) == 3:
+            raise Interrupted
+        return real(step, *arguments, **options)
+
+    monkeypatch.setattr(capacity_command, "measure_memory", measure)
+    assert command(monkeypatch, *options) == 130
+    assert "goes on from here" in " ".join(capfd.readouterr().err.split())
+    assert not command(monkeypatch, *options)
+    memories = json.loads(capfd.readouterr().out)["memories"]
+    assert len(measured) == len(memories) + 1  # only the one that was cut is measured again
 
 
 @pytest.mark.parametrize(("option", "value"), [("--pairs", 3), ("--key-size", 0), ("--queries", "many")])

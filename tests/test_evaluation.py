@@ -191,25 +191,35 @@ def test_the_learning_rate_rises_and_falls() -> None:
     assert rates[0] < 0.1 and max(rates) == pytest.approx(1.0, abs=0.01) and rates[-1] == pytest.approx(0.01, abs=0.01)
 
 
+MEMORIES = ["sliding_attention+fwpkm@1", "sliding_attention+fwmlp@1", "lact"]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "layout", ["full_attention", "sliding_attention", "gated_delta", "falcon1", "falcon1a", "falcon3a"]
+    "layout", ["full_attention", "sliding_attention", "gated_delta", "falcon1", "falcon1a", "falcon3a", *MEMORIES]
 )
 def test_a_captured_step_is_the_step(layout: str) -> None:
-    losses = []
+    settings, losses = recall.Settings(pairs=8, asked=8, symbols=16, hidden_size=64), []
     for captured in (False, True):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(addition.variants([layout])[layout].config(TINY)).cuda().train()
+        model = AutoModelForCausalLM.from_config(recall.config_of(layout, settings, 16, 0)).cuda().train()
         step = Step(model, Schedule(steps=12, batch_size=8, lr=1e-3))
         found = []
         for number in range(12):
-            step.put(*addition.training_batch(number, 8, 2, 0), 1e-3)
+            rng = np.random.default_rng(number)
+            step.put(*recall.draw(rng.integers(1, 9, 8), 8, 8, 16, rng), 1e-3)
             if captured and number == 3:
                 assert step.capture()
             step.run()
             found.append(step.loss.item())
         losses.append(found)
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_a_step_that_hands_its_memory_on_is_not_captured(capsys: pytest.CaptureFixture) -> None:
+    model = fwzoo.FwmlpForCausalLM(fwzoo.FwmlpConfig.tiny(carry_fast_weights=True)).train()
+    step = Step(model, Schedule(steps=2, batch_size=1, lr=1e-3))
+    assert not step.capture() and "hands what it wrote on" in capsys.readouterr().out
 
 
 # --- results on disk ---
@@ -326,7 +336,7 @@ class Oracle:
     def eval(self) -> Oracle:
         return self
 
-    def memorize(self, ids: torch.Tensor, cache: Oracle | None, piece_size: int) -> Oracle:
+    def memorize(self, ids: torch.Tensor, cache: Oracle | None, piece_size: int, on_piece: Any) -> Oracle:
         return Oracle(ids, 1 if cache is None else cache.passes + 1)
 
     def batch_repeat_interleave(self, times: int) -> None:
@@ -362,7 +372,7 @@ def test_frozen_updates_find_nothing_that_was_only_read(text: np.ndarray, tmp_pa
     niah.run(tmp_path, "tiny", model, ByT5Tokenizer(), text, settings, Console())
     held = json.loads((tmp_path / "results.json").read_text())["pieces"]
     assert model.config.value_lr == model.config.key_lr == 1.0
-    assert set(held) == {"writing 64", "frozen 64"}
+    assert set(held) == {"writing 64 0-1", "frozen 64 0-1"}
 
 
 # --- perplexity ---
@@ -514,7 +524,9 @@ def test_ablate_fwpkm(run: Any, tmp_path: Path, book: Path) -> None:
         (["eval", "addition", "--layouts", "falcon9"], "did you mean"),
         (["eval", "addition", "--digits", 4, "--test-digits", 4], "--test-digits: 4 is not allowed"),
         (["eval", "addition", "--steps", "many"], "'many' is not allowed; allowed is a whole number"),
+        (["ablate", "falcon", "--layout", "gdn"], "--layout: 'gdn' is not allowed"),
         (["eval", "recall", "--pairs", 300], "--symbols: 256 is not allowed"),
+        (["eval", "recall", "--lr", "0.1,0"], "'0.1,0' is not allowed; allowed are numbers of more than 0"),
         (["eval", "recall", "--test-pairs", "4,x"], "'4,x' is not allowed"),
         (["eval", "recall", "--layouts", "falcon1", "--state-bytes", 5], "state_bytes is 5; 'falcon1' needs at least"),
         (["eval", "niah", "--text", "no.txt"], "give a model, or text to train one on (--train)"),

@@ -134,6 +134,12 @@ class Held:
             found["bytes_at"] = {str(m): n for m, n in self.bytes_at.items()}
         return found
 
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> Held:
+        """The inverse of `as_dict`."""
+        ratios = {int(m): math.inf if r is None else r for m, r in found["ratio_at"].items()}
+        return cls(ratios, {int(m): n for m, n in found.get("bytes_at", {}).items()})
+
 
 def pair_counts(most: int, multiple: int = 1, least: int = 4) -> list[int]:
     """Numbers of pairs to measure: two an octave from `least` to `most`, which is the last one."""

@@ -1,9 +1,13 @@
 """`fwzoo capacity`: how many associations stores and the zoo's memories hold, as table, plot and JSON."""
 
 import json
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -21,44 +25,70 @@ from fwzoo.analysis.capacity import (
     memory_steps,
     pair_counts,
 )
+from fwzoo.evaluation.experiment import Experiment
+from fwzoo.evaluation.training import Interrupted
 
-from .common import empty_folder, versions
+from .common import bad, versions
 
 MEMORY_PAIRS = 4096  # at most; their capacities are far below those of the stores
 
 
 def run(size: int, pairs: int, queries: int, seed: int, out: Path | None, as_json: bool) -> None:
-    """Measure every store up to `pairs` stored pairs and every memory, and show, print or write what was found."""
-    if out is not None:
-        empty_folder(
-            "--out", out, "allowed is a new or empty folder.", but=frozenset({"capacity.json", "capacity.png"})
-        )
+    """Measure every store up to `pairs` stored pairs and every memory, and show, print or write what was found.
+
+    With a folder the stores, and every memory, are a piece that is kept when the command is interrupted.
+    """
     torch.set_num_threads(1)  # blocks this small gain little from more, and threads that wait for each other cost much
     notices = Console(stderr=True)
-    counts, memory_counts = pair_counts(pairs), pair_counts(min(pairs, MEMORY_PAIRS), CHUNK)
-    steps = memory_steps(size, seed)
-    few = sum(m * draws(m, queries) for m in counts if m < queries)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with torch.no_grad(), Progress(*columns, console=notices) as progress:
-        task = progress.add_task("stores", total=few + counts[-1])
-        stores = measure_stores(
-            size, counts, queries=queries, seed=seed, advance=lambda keys: progress.advance(task, keys)
-        )
-        task = progress.add_task("memories", total=len(steps) * ROWS * memory_counts[-1])
-        memories = {
-            name: measure_memory(
-                step, size, memory_counts, queries=queries, seed=seed, advance=lambda keys: progress.advance(task, keys)
-            )
-            for name, step in steps.items()
-        }
-    report = CapacityReport(size, stores, memories)
+    settings = {"size": size, "pairs": pairs, "queries": queries, "seed": seed}
+    try:
+        with nullcontext() if out is None else Experiment(out, "capacity", settings, notices) as experiment:
+            report = _measure(**settings, notices=notices, experiment=experiment)
+    except Interrupted:
+        notices.print("saved; the same command goes on from here", soft_wrap=True)
+        raise typer.Exit(130) from None
+    except ValueError as error:
+        raise bad("--out", str(error)) from error
     if out is not None:
         written = report.save(out)
         notices.print("wrote " + ", ".join(str(path) for path in written), soft_wrap=True)
     if as_json:
         print(json.dumps(report.as_dict()))
         return
-    _show(Console(), report, counts[-1])
+    _show(Console(), report, max(next(iter(report.stores.values())).ratio_at))
+
+
+def _measure(
+    size: int, pairs: int, queries: int, seed: int, notices: Console, experiment: Experiment | None
+) -> CapacityReport:
+    counts, memory_counts = pair_counts(pairs), pair_counts(min(pairs, MEMORY_PAIRS), CHUNK)
+    steps = memory_steps(size, seed)
+    few = sum(m * draws(m, queries) for m in counts if m < queries)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with torch.no_grad(), Progress(*columns, console=notices) as progress:
+
+        def advance(keys: int) -> None:
+            if experiment is not None:
+                experiment.check()
+            progress.advance(task, keys)
+
+        def kept(piece: str, measure: Callable[..., Any], *what: Any) -> Any:
+            """What a piece measured, as for JSON."""
+
+            def work() -> Any:
+                found = measure(*what, queries=queries, seed=seed, advance=advance)
+                return {k: held.as_dict() for k, held in found.items()} if isinstance(found, dict) else found.as_dict()
+
+            return work() if experiment is None else experiment.piece(piece, work)
+
+        task, total = progress.add_task("stores", total=few + counts[-1]), ROWS * memory_counts[-1]
+        stores = kept("stores", measure_stores, size, counts)
+        progress.update(task, completed=few + counts[-1])
+        task, memories = progress.add_task("memories", total=len(steps) * total), {}
+        for i, (name, step) in enumerate(steps.items(), 1):
+            memories[name] = Held.of(kept(name, measure_memory, step, size, memory_counts))
+            progress.update(task, completed=i * total)
+    return CapacityReport(size, {name: Held.of(held) for name, held in stores.items()}, memories)
 
 
 def _show(console: Console, report: CapacityReport, most: int) -> None:

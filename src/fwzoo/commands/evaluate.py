@@ -129,7 +129,11 @@ def falcon(
     """{read after, before the write} x {shifted, same-step pairs} of a Falcon rule, on the addition task."""
     from fwzoo.evaluation.addition import Settings, ablation, run
 
+    from .common import bad
+
     with _experiment() as console:
+        if "falcon" not in layout.lower():
+            raise bad("--layout", f"{layout!r} is not allowed; allowed is a layout with a Falcon rule.")
         settings = _addition_settings(
             Settings, digits, test_digits, hidden_size, layers, heads, steps, batch_size, lr, problems, growth
         )
@@ -147,9 +151,9 @@ def recall(
     hidden_size: HiddenSize = 128,
     layers: Layers = 2,
     heads: Heads = 2,
-    steps: Steps = 1000,
+    steps: Steps = 1500,
     batch_size: BatchSize = 64,
-    lr: LearningRate = 2e-3,
+    lr: Annotated[Any, numbers("Peak learning rates to try; the best one counts.", above=0, kind=float)] = (2e-3, 8e-3),
     seeds: Seeds = 1,
 ) -> None:
     """Multi-query associative recall: how many pairs every mixer recalls with the same bytes of state."""
@@ -171,7 +175,7 @@ def recall(
             heads=heads,
             steps=steps,
             batch_size=batch_size,
-            lr=lr,
+            lrs=lr,
         )
         run(out, _layouts(layouts, MODELS), settings, range(seeds), console)
 
@@ -187,7 +191,7 @@ def niah(
     depths: Annotated[int, number("Needles a haystack, at so many depths.", int, 1, 62)] = 16,
     passes: Annotated[int, number("How often to read a haystack.", int, 1)] = 4,
     samples: Annotated[int, number("Haystacks of every length.", int, 1)] = 16,
-    batch_size: Annotated[int, number("Haystacks read at once.", int, 1)] = 8,
+    batch_size: Annotated[int, number("Haystacks read at once.", int, 1)] = 16,
     piece: Annotated[int, number("Tokens read at once.", int, 1)] = 4096,
     train_length: Annotated[int, number("Tokens of a row to train on.", int, 32)] = 4096,
     needles: Annotated[int, number("Needles in a row to train on.", int, 1, 62)] = 48,

@@ -24,16 +24,20 @@ def number(help: str, kind: type, low: float = -math.inf, high: float = math.inf
     return typer.Option(help=help, parser=parse, metavar=kind.__name__.upper())
 
 
-def numbers(help: str, low: int) -> Any:
-    """An option that is a list of whole numbers of at least `low`, with commas between."""
+def numbers(help: str, low: float = -math.inf, above: float = -math.inf, kind: type = int) -> Any:
+    """An option that is a list of numbers, int or float, from `low` on and greater than `above`, with commas between."""
+    limit = f"{low} or more" if low > -math.inf else f"more than {above}"
+    allowed = f"{'whole ' if kind is int else ''}numbers of {limit} with commas between"
 
     def parse(text: Any) -> Any:
         if isinstance(text, tuple):  # the default
             return text
-        parts = str(text).split(",")
-        if not all(part.strip().isdigit() and int(part) >= low for part in parts):
-            allowed = f"whole numbers of {low} or more with commas between"
+        try:
+            found = {kind(part) for part in str(text).split(",")}
+        except ValueError:
+            found = {math.nan}
+        if not all(math.isfinite(x) and x >= low and x > above for x in found):
             raise typer.BadParameter(f"{str(text)!r} is not allowed; allowed are {allowed}.")
-        return tuple(sorted({int(part) for part in parts}))
+        return tuple(sorted(found))
 
-    return typer.Option(help=help, parser=parse, metavar="INT,INT,...")
+    return typer.Option(help=help, parser=parse, metavar=f"{kind.__name__.upper()},...")

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from ..analysis import memory_report
 from ..configuration import FwzooConfig
 from .experiment import Experiment, figure, mean_and_range, prepare
-from .niah import Settings, Training, haystack, test_length
+from .niah import Settings, Training, batches, haystack, joined, read_haystacks
 from .training import IGNORED
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -135,7 +135,9 @@ def _train_and_measure(
     schedule = training.schedule(seed)
     curve = experiment.train(key, model, lambda step: training.batch(step, train_text, marks, seed), schedule)
     seconds = time.monotonic() - began
-    found = test_length(experiment, key, model, text, marks, settings.lengths[-1], settings)["accuracy"]
+    test = (model, text, marks, settings.lengths[-1], settings)
+    read = [read_haystacks(experiment, key, *test, numbers) for numbers in batches(settings)]
+    found = joined(read, settings)["accuracy"]
     use = _use(model, *haystack(text, marks, training.length, settings.depths, np.random.default_rng([0, 3])))
     experiment.checkpoint(key).unlink(missing_ok=True)
     return {

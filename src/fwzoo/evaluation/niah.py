@@ -8,6 +8,7 @@ same haystacks. A row to train on is shorter: needles in text, more text, then e
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, ByT5Tokenizer
 
+from ..modeling.cache import FastWeightCache
 from .experiment import Experiment, figure, prepare
 from .reading import answers
 from .training import IGNORED, Batch, Schedule
@@ -103,14 +105,14 @@ class Settings:
 
     Attributes:
         lengths: of haystacks, in tokens. depths: needles a haystack, evenly spread. passes: readings at most.
-        samples: haystacks of every length, read `batch_size` at a time, `piece` tokens a call.
+        samples: haystacks of every length, read `batch_size` at a time, `piece` tokens of each a call.
     """
 
     lengths: tuple[int, ...] = (4096, 8192, 16384, 32768, 65536)
     depths: int = 16
     passes: int = 4
     samples: int = 16
-    batch_size: int = 8
+    batch_size: int = 16
     piece: int = 4096
 
 
@@ -128,29 +130,48 @@ def haystack(
 
 
 @torch.no_grad()
-def test_length(
-    experiment: Experiment, title: str, model: Any, text: np.ndarray, marks: np.ndarray, length: int, settings: Settings
+def read_haystacks(
+    experiment: Experiment,
+    title: str,
+    model: Any,
+    text: np.ndarray,
+    marks: np.ndarray,
+    length: int,
+    settings: Settings,
+    numbers: Sequence[int],
 ) -> dict[str, Any]:
-    """Share of needles found, `accuracy [passes][depths]`, and bytes of memory of a haystack after the last pass."""
-    right = torch.zeros(settings.passes, settings.depths)
-    held, done = 0, 0
-    with experiment.progress(f"{title} {length}", settings.samples * settings.passes) as advance:
-        while done < settings.samples:
-            count = min(settings.batch_size, settings.samples - done)
-            drawn = [
-                haystack(text, marks, length, settings.depths, np.random.default_rng([0, 2, length, done + i]))
-                for i in range(count)
-            ]
-            ids, pairs = (torch.from_numpy(np.stack(x)).to(model.device) for x in zip(*drawn, strict=True))
-            cache = None
-            for number in range(settings.passes):
+    """The haystacks of these numbers, read at once: in how many of them every needle is found after every reading,
+    `found [passes][depths]`, and the bytes of memory of one after the last."""
+    drawn = [
+        haystack(text, marks, length, settings.depths, np.random.default_rng([0, 2, length, number]))
+        for number in numbers
+    ]
+    ids, pairs = (torch.from_numpy(np.stack(x)).to(model.device) for x in zip(*drawn, strict=True))
+    cache: FastWeightCache | None = None
+    found = []
+    with experiment.progress(title, settings.passes * length) as advance:
+        for done in range(0, settings.passes * length, length):
+
+            def on_piece(_: int, start: int, hidden: torch.Tensor, done: int = done) -> None:
                 experiment.check()
-                cache = model.eval().memorize(ids, cache=cache, piece_size=settings.piece)
-                right[number] += answers(model, cache, pairs[..., :1], pairs[..., 1:]).float().sum(0).cpu()
-                advance(done * settings.passes + count * (number + 1))
-            assert cache is not None
-            held, done = cache.nbytes // count, done + count
-    return {"accuracy": (right / settings.samples).tolist(), "bytes": held}
+                advance(done + start + hidden.shape[1])
+
+            cache = model.eval().memorize(ids, cache=cache, piece_size=settings.piece, on_piece=on_piece)
+            found.append(answers(model, cache, pairs[..., :1], pairs[..., 1:]).sum(0).tolist())
+    assert cache is not None
+    return {"found": found, "bytes": cache.nbytes // len(numbers)}
+
+
+def batches(settings: Settings) -> list[range]:
+    """Numbers of the haystacks that are read at once."""
+    count, size = settings.samples, settings.batch_size
+    return [range(first, min(first + size, count)) for first in range(0, count, size)]
+
+
+def joined(found: Sequence[dict[str, Any]], settings: Settings) -> dict[str, Any]:
+    """Of all batches of a length: share of needles found, `accuracy [passes][depths]`, and bytes of a haystack's memory."""
+    right = np.sum([batch["found"] for batch in found], 0)
+    return {"accuracy": (right / settings.samples).tolist(), "bytes": max(batch["bytes"] for batch in found)}
 
 
 def can_freeze(model: Any) -> bool:
@@ -189,22 +210,28 @@ def run(
         if can_freeze(model):
             conditions["frozen"] = {key: value for key, value in FROZEN.items() if hasattr(model.config, key)}
 
-        def measured(condition: str, length: int) -> dict[str, Any]:
+        def measured(title: str, condition: str, length: int, numbers: range) -> dict[str, Any]:
             for key, value in conditions[condition].items():
                 setattr(model.config, key, value)
             try:
-                return test_length(experiment, condition, model, text, marks, length, settings)
+                return read_haystacks(experiment, title, model, text, marks, length, settings, numbers)
             finally:
                 for key in conditions[condition]:
                     setattr(model.config, key, learned[key])
 
-        pieces = experiment.pieces(
-            {
-                f"{condition} {length}": (measured, condition, length)
-                for condition in conditions
-                for length in settings.lengths
-            }
-        )
+        tests = list(itertools.product(settings.lengths, conditions))
+        wanted = {
+            f"{condition} {length} {numbers.start}-{numbers[-1]}": (condition, length, numbers)
+            for length, condition in tests
+            for numbers in batches(settings)
+        }
+        found = experiment.pieces({key: (measured, key, *test) for key, test in wanted.items()})
+        pieces = {
+            f"{condition} {length}": joined(
+                [found[key] for key, test in wanted.items() if test[:2] == (condition, length)], settings
+            )
+            for length, condition in tests
+        }
         summary = {
             condition: {
                 str(length): [float(np.mean(row)) for row in pieces[f"{condition} {length}"]["accuracy"]]

@@ -1,7 +1,8 @@
 """Multi-query associative recall (MQAR): pairs read once, then asked for; how many does a state of so many bytes hold?
 
 A row is filler, N pairs of a key and a value, filler, then keys in random order, each with its value, which is to be
-predicted. Keys and values have symbols of their own. Every mixer gets the same bytes of state.
+predicted. Keys and values have symbols of their own. Every mixer gets the same bytes of state, and is trained with several
+peak learning rates, of which the one that recalls most on rows of their own counts: mixers differ in what they need.
 
 Source: "Zoology: Measuring and Improving Recall in Efficient Language Models" (2023).
 """
@@ -63,6 +64,7 @@ class Settings:
     Attributes:
         state_bytes: of all layers together, at the longest row. pairs: largest N in training. test_pairs: those tested.
         asked: questions a row. symbols: number of keys, and of values.
+        lrs: peak learning rates that every layout is trained with.
     """
 
     state_bytes: int = 40960
@@ -75,7 +77,7 @@ class Settings:
     heads: int = 2
     steps: int = 1500
     batch_size: int = 64
-    lr: float = 2e-3
+    lrs: tuple[float, ...] = (2e-3, 8e-3)
     rows: int = 128
 
     @property
@@ -191,28 +193,36 @@ def run(
     about = {"layouts": list(layouts), **asdict(settings)}
     with Experiment(out, "recall", about, console) as experiment:
         pieces = experiment.pieces({f"{layout} size": (_size, layout, settings) for layout in layouts})
-        pieces |= experiment.pieces(
-            {
-                f"{layout} seed {seed}": (_train_and_test, experiment, f"{layout} seed {seed}", layout, settings, seed)
-                for seed, layout in itertools.product(seeds, layouts)
-            }
-        )
+        runs = {
+            f"{layout} seed {seed} lr {lr:g}": (layout, settings, seed, lr)
+            for seed, lr, layout in itertools.product(seeds, sorted(settings.lrs, reverse=True), layouts)
+        }
+        pieces |= experiment.pieces({key: (_train_and_test, experiment, key, *run) for key, run in runs.items()})
+        best = {
+            layout: [
+                max(
+                    (pieces[f"{layout} seed {seed} lr {lr:g}"] for lr in settings.lrs),
+                    key=lambda run: run["validation"],
+                )
+                for seed in seeds
+            ]
+            for layout in layouts
+        }
         summary = {
             layout: {
                 "state_bytes": pieces[f"{layout} size"]["state_bytes"],
-                "accuracy": {
-                    str(n): [pieces[f"{layout} seed {seed}"]["accuracy"][str(n)] for seed in seeds]
-                    for n in settings.test_pairs
-                },
+                "lr": [run["lr"] for run in best[layout]],
+                "accuracy": {str(n): [run["accuracy"][str(n)] for run in best[layout]] for n in settings.test_pairs},
             }
             for layout in layouts
         }
         experiment.save(summary=summary)
         plot(out / "recall.png", summary, settings)
-    table = Table("layout", "state bytes", *(f"{n} pairs %" for n in settings.test_pairs))
+    table = Table("layout", "state bytes", "learning rate", *(f"{n} pairs %" for n in settings.test_pairs))
     for layout, row in summary.items():
         cells = [mean_and_range(row["accuracy"][str(n)]) for n in settings.test_pairs]
-        table.add_row(layout, f"{row['state_bytes']:,}", *cells)
+        rates = ", ".join(f"{lr:g}" for lr in sorted(set(row["lr"])))
+        table.add_row(layout, f"{row['state_bytes']:,}", rates, *cells)
     console.print(table)
     return summary
 
@@ -233,7 +243,9 @@ def _size(layout: str, settings: Settings) -> dict[str, Any]:
     return {"state_bytes": held, "size": size, "extra": extra, "intermediate_size": config.intermediate_size}
 
 
-def _train_and_test(experiment: Experiment, key: str, layout: str, settings: Settings, seed: int) -> dict[str, Any]:
+def _train_and_test(
+    experiment: Experiment, key: str, layout: str, settings: Settings, seed: int, lr: float
+) -> dict[str, Any]:
     torch.manual_seed(seed)
     found = experiment.data["pieces"][f"{layout} size"]
     config = config_of(layout, settings, found["size"], found["extra"])
@@ -242,8 +254,9 @@ def _train_and_test(experiment: Experiment, key: str, layout: str, settings: Set
     schedule = Schedule(
         steps=settings.steps,
         batch_size=settings.batch_size,
-        lr=settings.lr,
+        lr=lr,
         warmup=max(1, min(100, settings.steps // 10)),
+        hold=0.6,  # a mixer that has to learn first which value belongs to a key is slow to begin
         seed=seed,
         muon=True,
     )
@@ -256,16 +269,18 @@ def _train_and_test(experiment: Experiment, key: str, layout: str, settings: Set
     began = time.monotonic()
     curve = experiment.train(key, model, batch, schedule)
     seconds = time.monotonic() - began
-    accuracy = {str(n): measure(model, n, settings) for n in settings.test_pairs}
+    accuracy = {str(n): measure(model, n, settings, 2) for n in settings.test_pairs}
+    validation = measure(model, settings.pairs, settings, 3)
     experiment.checkpoint(key).unlink(missing_ok=True)
     parameters = sum(p.numel() for p in model.parameters())
-    return {"parameters": parameters, "seconds": round(seconds, 1), "loss": curve, "accuracy": accuracy}
+    about = {"lr": lr, "parameters": parameters, "seconds": round(seconds, 1), "loss": curve}
+    return {**about, "validation": validation, "accuracy": accuracy}
 
 
 @torch.no_grad()
-def measure(model: Any, pairs: int, settings: Settings) -> float:
-    """Share of held-out questions answered with the right value."""
-    rng = np.random.default_rng([0, 2, pairs])
+def measure(model: Any, pairs: int, settings: Settings, part: int) -> float:
+    """Share of held-out questions answered with the right value; rows of different parts are different."""
+    rng = np.random.default_rng([0, part, pairs])
     right = []
     for rows in np.array_split(np.full(settings.rows, pairs), -(-settings.rows // settings.batch_size)):
         ids, labels = (x.to(model.device) for x in draw(rows, pairs, settings.asked, settings.symbols, rng))
@@ -282,12 +297,13 @@ def plot(path: Path, summary: dict[str, Any], settings: Settings) -> None:
             return
         for i, (layout, row) in enumerate(summary.items()):
             lines = 100 * np.array([row["accuracy"][str(n)] for n in settings.test_pairs])
-            style = "--" if layout == "full_attention" else "-"
+            style = "--" if layout == "full_attention" else "-" if i < 10 else "-."
             label = f"{layout} ({row['state_bytes']:,} bytes)"
             axes.plot(settings.test_pairs, lines.mean(1), style, marker=".", color=f"C{i % 10}", label=label)
             axes.fill_between(settings.test_pairs, lines.min(1), lines.max(1), color=f"C{i % 10}", alpha=0.15)
         axes.axvline(settings.pairs, color="grey", linestyle=":")
         axes.set_xscale("log", base=2)
+        axes.set_xticks(settings.test_pairs, map(str, settings.test_pairs))
         axes.set(
             xlabel="pairs in the context (dotted: the most in training)", ylabel="values recalled, %", ylim=(0, 102)
         )

@@ -212,8 +212,8 @@ class Step:
 
     def capture(self) -> bool:
         """Capture the step; returns False, and says why, where the model cannot be captured."""
-        if any(isinstance(module, FastMemory) for module in self.model.modules()):
-            print("no CUDA graph: a fast memory asks the GPU how many rows it has written", flush=True)
+        if any(isinstance(module, FastMemory) and module.carries for module in self.model.modules()):
+            print("no CUDA graph: a fast memory hands what it wrote on to the next step", flush=True)
             return False
         self.clear()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()

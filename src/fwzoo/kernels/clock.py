@@ -125,10 +125,12 @@ class Clock:
 
     def _tokens(self, mask: Tensor | None, bounds: list[int] | None) -> tuple[Tensor, Tensor, list[int]]:
         """Flat index of every token of every sequence `[N, T']`, whether it is a real one, and how many there are of each."""
-        starts = [b * self.tokens for b in range(self.batch)] if bounds is None else bounds[:-1]
-        sizes = [self.tokens] * self.batch if bounds is None else [b - a for a, b in itertools.pairwise(bounds)]
+        if bounds is None:  # made where they live: nothing is copied from the host, so a CUDA graph can capture it
+            starts, sizes = torch.arange(self.batch, device=self.device) * self.tokens, [self.tokens] * self.batch
+        else:
+            starts, sizes = self.on_device(bounds[:-1]), [b - a for a, b in itertools.pairwise(bounds)]
         column = torch.arange(max(sizes), device=self.device)
-        token = self.on_device(starts)[:, None] + column
+        token = starts[:, None] + column
         present = column < self.on_device(sizes)[:, None]
         if mask is not None:
             present = present & mask.reshape(-1)[torch.where(present, token, 0)]

@@ -141,8 +141,16 @@ class SoftmaxAttention(nn.Module):
             o = attend(q, k, v, window)
         else:
             old = slots(past.count, past.k.shape[2], self.window)[:active]
-            keys, values = torch.cat([past.k[:active], k], 2), torch.cat([past.v[:active], v], 2)
-            o = attend_at(q, keys, values, position, torch.cat([old, position], 1), window)
+            near = slice(window)  # the queries that may see the past
+            keys, values = (
+                torch.cat([past.k[:active], k[:, :, near]], 2),
+                torch.cat([past.v[:active], v[:, :, near]], 2),
+            )
+            o = attend_at(
+                q[:, :, near], keys, values, position[:, near], torch.cat([old, position[:, near]], 1), window
+            )
+            if window is not None and tiling.chunk > window:
+                o = torch.cat([o, attend(q, k, v, window)[:, :, window:]], 2)
         if keep:
             past = self._extended(past, k, v, tiling)
         return tiling.untile(o.flatten(0, 1), self.heads), KeyValues(*(tiling.leave(x) for x in past))
