@@ -21,7 +21,6 @@ The normaliser z of linear attention is a column of ones behind v: `ONES`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -37,6 +36,7 @@ from .gpu import (
     into_chunks,
     key_pointers,
     launch,
+    missing_pairs,
     of_chunk,
     on_device,
     parts,
@@ -101,20 +101,20 @@ def _parts(weights, apart, e, W: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _weigh(
+def weigh(
     strength,
     upto,
     upto_low,
     weights,
+    at,
     W: tl.constexpr,
     AFTER: tl.constexpr,
     LOW: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Of every slot of a chunk, `[M, H, W + 3, C]`: P_j0 ... P_{j,W-1}; the decay of whole pairs to the chunk's end; that from the
-    chunk's start to what a token reads; and w_j, the product of the last P and its decay to the end.
+    """Of every slot of the chunk at `at`, `[M, H, W + 3, C]`: P_j0 ... P_{j,W-1}; the decay of whole pairs to the chunk's end; that from
+    the chunk's start to what a token reads; and w_j, the product of the last P and its decay to the end.
     """
-    at = tl.program_id(0).to(tl.int64) * C
     e = tl.arange(0, C)
     out = weights + at * (W + 3) + e
     p = tl.zeros([C], tl.float32)
@@ -129,6 +129,20 @@ def _weigh(
     high, low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
     tl.store(out + (W + 1) * C, tl.exp(high + low))
     tl.store(out + (W + 2) * C, p * to_end)
+
+
+@triton.jit
+def _weigh(
+    strength,
+    upto,
+    upto_low,
+    weights,
+    W: tl.constexpr,
+    AFTER: tl.constexpr,
+    LOW: tl.constexpr,
+    C: tl.constexpr,
+):
+    weigh(strength, upto, upto_low, weights, tl.program_id(0).to(tl.int64) * C, W, AFTER, LOW, C)
 
 
 @triton.jit
@@ -184,7 +198,7 @@ def _segment_states(
     S = tl.zeros([BK, BV], tl.float32)
     own_z = tl.zeros([BK], tl.float32)
     sum_u = tl.zeros([1], tl.float32)
-    missing = tl.load(first + n)
+    missing = missing_pairs(first, n, SHIFT)
     for step in range(begin, end):
         i = step
         if BACK:
@@ -259,7 +273,9 @@ def _scan(
         begin, end = n * NS, n * NS + NS
     else:
         begin, end = tl.load(docs + 4 * n + 3), tl.load(docs + 4 * n + 7)
-    S = tl.load(initial + (n * H + h) * K * V + d, mask=inside, other=0.0).to(tl.float32)
+    S = tl.zeros([ROWS, BV], tl.float32)
+    if initial is not None:
+        S += tl.load(initial + (n * H + h) * K * V + d, mask=inside, other=0.0).to(tl.float32)
     after = tl.zeros([ROWS, BV], tl.float32)
     if PRODUCT and not SINGLE:
         after = tl.load(other_final + (n * H + h) * K * V + d, mask=inside, other=0.0)
@@ -367,7 +383,7 @@ def _walk(
         dn, count = db, B
     if ONES:
         sum_x = tl.load(z + (q * H + h) * K + dn, mask=dn < count, other=0.0)
-    missing = tl.load(first + n)
+    missing = missing_pairs(first, n, SHIFT)
     for i in range(begin, end):
         r = i * (C - W + 1) - (W - 1) + e
         at = ((chunk + i) * H + h) * C
@@ -475,6 +491,8 @@ def _walk_back(
     ONES: tl.constexpr,
     NORMALIZE: tl.constexpr,
     GATES: tl.constexpr,
+    COUNT: tl.constexpr,
+    TILES: tl.constexpr,
     ENERGY: tl.constexpr,
     LOW: tl.constexpr,
     PLAIN: tl.constexpr,
@@ -512,8 +530,9 @@ def _walk_back(
     once = tl.where(part == 0, 1.0, 0.0)  # what does not belong to a block of columns
     crossing = once * 0.0
     if GATES:
-        crossing = once * tl.load(product + q * H + h)
-    missing = tl.load(first + n)
+        tile = tl.arange(0, TILES)
+        crossing = once * tl.sum(tl.load(product + (q * H + h) * COUNT + tile, mask=tile < COUNT, other=0.0), 0)
+    missing = missing_pairs(first, n, SHIFT)
     for step in range(begin, end):
         i = begin + end - 1 - step
         r = i * (C - W + 1) - (W - 1) + e
@@ -637,8 +656,7 @@ def _walk_back(
 
 
 @triton.jit
-def _gate_gradients(
-    strength,
+def gradients_of_chunk(
     upto,
     upto_low,
     weights,
@@ -646,8 +664,7 @@ def _gate_gradients(
     far,
     close,
     apart,
-    d_strength,
-    d_log_decay,
+    at,
     size,
     PARTS: tl.constexpr,
     W: tl.constexpr,
@@ -655,8 +672,7 @@ def _gate_gradients(
     LOW: tl.constexpr,
     C: tl.constexpr,
 ):
-    """From the gradients of P, and products of the walks, to those of strength and log-decay of every token of a chunk."""
-    at = tl.program_id(0).to(tl.int64) * C
+    """From the gradients of P, and products of the walks, to those of strength and log-decay of every token of the chunk at `at`."""
     e = tl.arange(0, C)
     d_c = tl.zeros([C], tl.float32)
     d_u = tl.zeros([C], tl.float32)
@@ -697,8 +713,31 @@ def _gate_gradients(
         if back > 0:
             before = tl.load(weights + at * (W + 3) + (back - 1) * C + j, mask=j >= 0, other=0.0)
             d_u += grad * before * _decay_of(upto, upto_low, at, e, LOW, C)
-    tl.store(d_strength + at + e, d_c)
-    tl.store(d_log_decay + at + e, d_u)
+    return d_c, d_u
+
+
+@triton.jit
+def _gate_gradients(
+    upto,
+    upto_low,
+    weights,
+    inner,
+    far,
+    close,
+    apart,
+    d_log_decay,
+    size,
+    PARTS: tl.constexpr,
+    W: tl.constexpr,
+    AFTER: tl.constexpr,
+    LOW: tl.constexpr,
+    C: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * C
+    _d_c, d_u = gradients_of_chunk(
+        upto, upto_low, weights, inner, far, close, apart, at, size, PARTS, W, AFTER, LOW, C
+    )
+    tl.store(d_log_decay + at + tl.arange(0, C), d_u)
 
 
 @triton.jit(do_not_specialize=["T", "NC"])
@@ -729,7 +768,9 @@ def _add_overlap(
     e, d = tl.arange(0, BW), tl.arange(0, BK)
     r = i * (C - W + 1) - (W - 1) + e
     if VALUES:
-        p, ok = value_pointers(k, head_x, rows, n, start, length, tl.load(first + n), h, r, H, K, W, SHIFT, MASKED)
+        p, ok = value_pointers(
+            k, head_x, rows, n, start, length, missing_pairs(first, n, SHIFT), h, r, H, K, W, SHIFT, MASKED
+        )
     else:
         p, ok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
     # the last chunk of a document may hold no token of its own under a mask: then nothing was written for it
@@ -742,7 +783,7 @@ def _add_overlap(
 # elements of the state that a program holds, warps, pipeline stages: for 16-bit inputs, and for float32
 CUTS = {
     "states": ((16384, 4, 1), (4096, 4, 1)),
-    "walk": ((16384, 8, 3), (8192, 8, 1)),
+    "walk": ((16384, 8, 3), (4096, 4, 1)),  # in float32 with 8 warps, Triton 3.6 makes wrong code of small tiles
     "values": ((8192, 4, 2), (4096, 4, 1)),
     "keys": ((8192, 4, 2), (4096, 4, 1)),
 }
@@ -752,9 +793,9 @@ def cut(kind: str, rows: int, columns: int, like: Tensor) -> tuple[int, dict[str
     """Columns of a state `[rows, columns]` that one program holds, and its launch options; by sizes and dtype alone."""
     room, warps, stages = CUTS[kind][like.dtype == torch.float32]
     least = 16
-    if kind == "walk":  # columns are rows of the products, of which Hopper's tensor cores take 64
-        large = block(rows) > 128  # then shared memory holds less
-        least, stages = 32 if large and like.dtype == torch.float32 else 64, min(stages, 2 if large else 3)
+    if kind == "walk" and like.dtype != torch.float32:
+        # columns are rows of the products, of which Hopper's tensor cores take 64; shared memory holds less of many rows
+        least, stages = 64, min(stages, 2 if block(rows) > 128 else 3)
     return min(max(least, block(columns)), max(least, room // block(rows))), {"num_warps": warps, "num_stages": stages}
 
 
@@ -768,7 +809,7 @@ def segment_length(q: Tensor, overlap: int) -> int:
 def scan(
     state: Tensor,
     total: Tensor,
-    initial: Tensor,
+    initial: Tensor | None,
     ranks: Ranks,
     other: Tensor | None = None,
     other_final: Tensor | None = None,
@@ -778,19 +819,39 @@ def scan(
 
     Args:
         state: `[Q, H, K, V]`, or `[Q, H, K]`. total: log-decay of every segment, `[Q, H]`, or `[Q, H, V]` for every column.
-        initial: `[N, H, K, V]`. other_final: state after the last token.
+        initial: `[N, H, K, V]`, None for zeros. other_final: state after the last token.
     Returns: final state, and products by blocks of 16 rows `[Q, H, K / 16]` or `[Q, H, K / 16, V]`, see `_scan`.
     """
     segments, heads, k_size = state.shape[:3]
     v_size, columns, back = state.shape[3] if state.ndim == 4 else 1, total.ndim == 3, other is not None
-    final, tiles = torch.empty_like(initial, dtype=torch.float32), parts(k_size, 16)
+    final, tiles = state.new_empty(ranks.documents, *state.shape[1:]), parts(k_size, 16)
     product = state.new_empty((segments, heads, tiles, *([v_size] if columns else [])) if back else (0,))
     launch(
-        _scan, (ranks.documents * heads, tiles), state=state, total=total, initial=initial.contiguous(), final=final,
+        _scan, (ranks.documents * heads, tiles), state=state, total=total, initial=None if initial is None else initial.contiguous(), final=final,
         other=other, other_final=other_final, product=product, docs=ranks.docs, NS=segments // ranks.documents, H=heads, K=k_size, V=v_size, ROWS=16, BV=block(v_size), BACK=back,
         PRODUCT=back, SINGLE=single, COLUMNS=columns, PLAIN=ranks.docs is None,
     )  # fmt: skip
     return final, product
+
+
+def weights_of(strength: Tensor, decay: Tensor, window: int, wide: bool) -> Tensor:
+    """Those of `weigh`, from the strength and the halves of the log-decay's prefix in chunks; wide: the second half counts."""
+    weights = strength.new_empty(*strength.shape[:2], window + 3, CHUNK)
+    with on_device(strength):
+        launch(
+            _weigh, (strength.shape[0] * strength.shape[1],), strength=strength, upto=decay[0], upto_low=decay[1],
+            weights=weights, W=window, AFTER=1, LOW=wide, C=CHUNK, num_warps=1,
+        )  # fmt: skip
+    return weights
+
+
+def gate_gradients(grads: dict[str, Any], like: Tensor) -> Tensor:
+    """Gradient of every token's log-decay, `[M, H, C]`, from what `Associative.backward` hands over."""
+    d_log_decay = torch.empty_like(like)
+    launch(
+        _gate_gradients, (like.shape[0] * like.shape[1],), **grads, d_log_decay=d_log_decay, W=1, AFTER=1, C=CHUNK, num_warps=1
+    )  # fmt: skip
+    return d_log_decay
 
 
 class Kept(NamedTuple):
@@ -807,8 +868,8 @@ class Associative:
     """One call: its inputs and options; see the module for the recurrence.
 
     Attributes:
-        q, k, v: `[B, T, H, .]`, contiguous. head_x, head_v, first: see `falcon.prepass.heads_of`.
-        strength, upto, upto_low: gates in chunks, float32 `[M, H, C]`.
+        q, k, v: `[B, T, H, .]`, contiguous. head_x, head_v, first: see `falcon.prepass.heads_of`; None for documents that begin here.
+        upto, upto_low: the two halves of the log-decay's prefix in chunks, float32 `[M, H, C]`. weights: of `weigh`.
         ranks: with overlap W - 1. window: W. shift: 1 when a token's pair has the key before it.
         after: whether a token reads what it has written. ones: whether there is a normaliser z. normalize: whether it divides.
     """
@@ -816,12 +877,12 @@ class Associative:
     q: Tensor
     k: Tensor
     v: Tensor
-    head_x: Tensor
-    head_v: Tensor
-    first: Tensor
-    strength: Tensor
+    head_x: Tensor | None
+    head_v: Tensor | None
+    first: Tensor | None
     upto: Tensor
     upto_low: Tensor
+    weights: Tensor
     ranks: Ranks
     window: int = 1
     shift: int = 0
@@ -833,17 +894,6 @@ class Associative:
     @property
     def heads(self) -> int:
         return self.q.shape[2]
-
-    @functools.cached_property
-    def weights(self) -> Tensor:
-        """P, and decays to the chunk's ends, see `_weigh`."""
-        weights = self.strength.new_empty(*self.strength.shape[:2], self.window + 3, CHUNK)
-        launch(
-            _weigh, (self.strength.shape[0] * self.heads,), strength=self.strength, upto=self.upto, upto_low=self.upto_low,
-            weights=weights, W=self.window, AFTER=int(self.after),
-            LOW=self.q.dtype == torch.float32, C=CHUNK, num_warps=1,
-        )  # fmt: skip
-        return weights
 
     def _common(self) -> dict[str, Any]:
         ranks = self.ranks
@@ -883,7 +933,7 @@ class Associative:
             z.zero_()
         return state, z
 
-    def forward(self, S: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Kept]:
+    def forward(self, S: Tensor | None, z: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Kept]:
         """Output `[B, T, H, V]`, state and z after the last token, and what backward needs."""
         ranks = self.ranks
         plain = torch.empty_like if ranks.rows is None else torch.zeros_like
@@ -893,10 +943,7 @@ class Associative:
         with on_device(self.q):
             states, z_states = self._states(self.k, self.v, total, None, False)
             S, _ = scan(states, total, S, self.ranks)
-            if self.ones:
-                z, _ = scan(z_states, total, z, self.ranks)
-            else:
-                z = z.clone()
+            z = scan(z_states, total, z, self.ranks)[0] if self.ones else z_states
             self._walk(states, z_states if self.normalize else None, o, seen=seen)
         return o, S, z, Kept(states, z_states, total, seen)
 
@@ -917,18 +964,19 @@ class Associative:
         self,
         d_o: Tensor,
         o: Tensor,
-        d_S: Tensor,
-        d_z: Tensor,
+        d_S: Tensor | None,
+        d_z: Tensor | None,
         S_end: Tensor,
         z_end: Tensor,
         kept: Kept,
-        through_gates: Callable[[Tensor, Tensor], Tensor | None] | None,
-    ) -> tuple[Tensor, ...]:
+        through_gates: Callable[[dict[str, Any]], Tensor | None] | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
         """Gradients of q, k, v, head_x, head_v, S and z.
 
         Args:
-            through_gates: gets the gradients of strength and log-decay, `[M, H, C]`, and may return that of the energies of keys,
-                `[B * T, H]` by first row plus rank, to be added to that of the keys. None: nobody wants them.
+            through_gates: gets the arguments from which `gradients_of_chunk` makes the gradients of strength and log-decay, and may
+                return that of the energies of keys, `[B * T, H]` by first row plus rank, to be added to that of the keys. None: nobody
+                wants them.
         """
         ranks, heads, k_size, v_size = self.ranks, self.heads, self.k.shape[3], self.v.shape[3]
         d_o, weight = d_o.contiguous(), None
@@ -943,7 +991,7 @@ class Associative:
             d_k[:, -1] = 0
             if self.window > 1:  # nor does the first value without a key before it
                 d_v[:, 0] = 0
-        d_head_x, d_head_v = torch.zeros_like(self.head_x), torch.zeros_like(self.head_v)
+        d_head_x, d_head_v = (None if x is None else torch.zeros_like(x) for x in (self.head_x, self.head_v))
         of_values, of_keys = (
             parts(size, cut(kind, other, size, self.k)[0])
             for kind, size, other in (("values", v_size, k_size), ("walk", k_size, v_size))
@@ -956,10 +1004,9 @@ class Associative:
         with on_device(self.q):
             d_states, d_z_states = self._states(self.q, d_o, total, weight, True)
             d_S, product = scan(d_states, kept.total, d_S, self.ranks, kept.states, S_end, wide)
-            product = product.sum(-1)
             if self.ones:
                 d_z, more = scan(d_z_states, kept.total, d_z, self.ranks, kept.z, z_end, wide)
-                product = product + more.sum(-1)
+                product = torch.cat([product, more], -1)
             reads = wide and gates
             self._walk(
                 kept.states,
@@ -976,17 +1023,23 @@ class Associative:
             d_z_of_values = d_z_states if gates and self.ones else None
             self._walk_back(d_o, o, d_states, d_z_of_values, weight, product, (d_v, d_head_v), outs, None, False)
             if through_gates is not None:
-                d_strength, d_log_decay = (self.q.new_empty(size[1:], dtype=torch.float32) for _ in range(2))
-                launch(
-                    _gate_gradients, (ranks.chunks * heads,), strength=self.strength, upto=self.upto, upto_low=self.upto_low,
-                    weights=self.weights, inner=inner, far=far, close=close, apart=apart, d_strength=d_strength,
-                    d_log_decay=d_log_decay, size=ranks.chunks * heads * CHUNK, PARTS=of_values, W=self.window, AFTER=int(self.after), LOW=wide, C=CHUNK,
-                    num_warps=1,
-                )  # fmt: skip
-                d_energy = through_gates(d_strength, d_log_decay)
+                d_energy = through_gates(
+                    {
+                        "upto": self.upto,
+                        "upto_low": self.upto_low,
+                        "weights": self.weights,
+                        "inner": inner,
+                        "far": far,
+                        "close": close,
+                        "apart": apart,
+                        "size": ranks.chunks * heads * CHUNK,
+                        "PARTS": of_values,
+                        "LOW": wide,
+                    }
+                )
             d_z_of_keys = d_z_states if self.ones else None
             self._walk_back(d_o, o, d_states, d_z_of_keys, weight, None, (d_k, d_head_x), None, d_energy, True)
-        return d_q, d_k, d_v, d_head_x, d_head_v, d_S, d_z
+        return d_q, d_k, d_v, d_head_x, d_head_v, d_S, d_z_states if d_z is None else d_z
 
     def _walk_back(
         self,
@@ -996,7 +1049,7 @@ class Associative:
         d_z: Tensor | None,
         weight: Tensor | None,
         product: Tensor | None,
-        outs: tuple[Tensor, Tensor],
+        outs: tuple[Tensor, Tensor | None],
         gates: tuple[Tensor, ...] | None,
         d_energy: Tensor | None,
         swap: bool,
@@ -1009,12 +1062,13 @@ class Associative:
         if d_z is not None and weight is None:
             weight = self.q.new_zeros(ranks.chunks, self.heads, CHUNK, dtype=torch.float32)
         inner, far, close, apart = gates or (None,) * 4
+        count = 1 if product is None else product.shape[-1]
         launch(
             _walk_back, (ranks.segments * self.heads, parts(size, columns)), query=self.q, k=self.k, head_x=self.head_x, v=self.v,
             head_v=self.head_v, d_o=d_o, o=o, first=self.first, weights=self.weights, upto=self.upto, upto_low=self.upto_low,
             d_state=d_states, d_z=d_z, weight=weight, inner=inner, product=product, d_energy=d_energy, out=outs[0],
             head_out=outs[1], overlap=overlap, far=far, close=close, apart=apart, **self._common(), eps=self.eps, M=ranks.chunks, NIL=0, K=k_size, V=v_size, BA=block(inner_size), BB=columns, SWAP=swap,
-            ONES=d_z is not None, NORMALIZE=self.normalize, GATES=gates is not None, ENERGY=d_energy is not None, **options,
+            ONES=d_z is not None, NORMALIZE=self.normalize, GATES=gates is not None, COUNT=count, TILES=1 << (count - 1).bit_length(), ENERGY=d_energy is not None, **options,
         )  # fmt: skip
         if self.window > 1:
             launch(

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .contract import may_overwrite_states
-from .gpu import block, custom, of_chunk, on_device, read, row_of, tables
+from .gpu import block, custom, launch, of_chunk, on_device, read, row_of, tables
 from .ranks import Ranks, ranks_of
 
 NORMS = {None: 0, "rms": 1, "l2": 2}
@@ -173,8 +173,8 @@ def _forward(
     ranks = ranks_of(sizes, docs, chunk_doc, None, rows)
     y = torch.empty_like(x) if rows is None else torch.zeros_like(x)
     with on_device(x):
-        _forward_kernel[(ranks.chunks, x.shape[2] // head)](
-            x, weight, past, y, **tables(ranks), D=x.shape[2], eps=eps, F=head, BF=block(head), W=weight.shape[1],
+        launch(
+            _forward_kernel, (ranks.chunks, x.shape[2] // head), x=x, weight=weight, past=past, y=y, **tables(ranks), D=x.shape[2], eps=eps, F=head, BF=block(head), W=weight.shape[1],
             NORM=norm, PAST=past is not None, ROWS=ROWS, num_warps=_warps(head),
         )  # fmt: skip
     return (y,)
@@ -200,11 +200,11 @@ def _backward(
     }
     grid = (ranks.chunks, channels // head)
     with on_device(x):
-        _backward_kernel[grid](
-            d_y, x, weight, past, d_pre, **common, eps=eps, NORM=norm, ROWS=ROWS, num_warps=_warps(head)
+        launch(
+            _backward_kernel, grid, d_y=d_y, x=x, weight=weight, past=past, d_pre=d_pre, **common, eps=eps, NORM=norm, ROWS=ROWS, num_warps=_warps(head)
         )
-        _input_kernel[grid](
-            d_pre, x, weight, past, d_x, d_past, parts, **common, ROWS=ROWS_OF_SUMS, BW=block(taps), num_warps=4
+        launch(
+            _input_kernel, grid, d_pre=d_pre, x=x, weight=weight, past=past, d_x=d_x, d_past=d_past, d_weight=parts, **common, ROWS=ROWS_OF_SUMS, BW=block(taps), num_warps=4
         )
     return d_x, parts.sum(0).T.to(weight.dtype).contiguous(), d_past
 
