@@ -156,6 +156,20 @@ def test_sixteen_bit(name: str) -> None:
 
 
 @triton
+@pytest.mark.parametrize("name", ["falcon1a", "falcon3a"])
+def test_no_state_is_the_empty_state(name: str) -> None:
+    """Where documents begin, no state is read: the same bits as with one of zeros."""
+    arguments = {key: x.float().to(DEVICE) for key, x in draw(name, batch=2, tokens=70, heads=1).items()}
+    empty = falcon(**{key: x[:, :0] for key, x in arguments.items()}, rule=name)[1]
+    results = []
+    for state in (None, empty):
+        leaves = {key: x.clone().requires_grad_() for key, x in arguments.items()}
+        o, new = falcon(**leaves, rule=name, state=state, level="triton")
+        results.append([o, *new, *torch.autograd.grad(o.square().sum() + new.S.sum(), list(leaves.values()))])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@triton
 @pytest.mark.parametrize("name", RULES)
 def test_a_wrong_decay_fails_the_comparison(name: str) -> None:
     """The comparison of this file can fail: one decay of one token is left out."""

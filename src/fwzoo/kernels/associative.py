@@ -558,69 +558,63 @@ def _walk_back(
             low_end = tl.load(upto_low + at + C - 1)
         to_end = tl.load(weights + at * (W + 3) + W * C + e)
         scores = dot(pair, tl.trans(ask))
-        carried = dot(pair, dS.to(pair.dtype))
         if ONES and SWAP:
             scores += tl.load(weight + at + e)[None, :]
-            carried += dz[None, :]
         now = e
         if W > 1:  # as in `_walk`
             now = e + (NIL * i).to(tl.int32)
         distance = now[None, :] - (1 - AFTER) - e[:, None]
-        decay = _decay(high[None, :], low[None, :], s_high[:, None], s_low[:, None], distance, LOW)
-        if GATES and not LOW:
-            # the gradient of P_{j,W-1} is the product of the pair with what P_{j,W-1} multiplies
-            far_scores = scores * decay
-            if W > 1:
-                far_scores = tl.where(distance >= W - 1, far_scores, 0.0)
-            found = to_end[:, None] * carried + dot(far_scores.to(pair.dtype), value)
-            y = read(vp[:, None] + db[None, :], vok[:, None] & in_b).to(tl.float32)
-            d_full = tl.sum(y * found, 1)
+        scores *= _decay(high[None, :], low[None, :], s_high[:, None], s_low[:, None], distance, LOW)
+        slot = part * M * H * C + at + e
+        if GATES and (LOW or W > 1):
+            # the gradient of P_jd: products of pairs that are d apart, undecayed there; of P_{j,W-1}: those of all far ones
+            y = read(vp[:, None] + db[None, :], vok[:, None] & in_b)
+            pull = dot(y, tl.trans(value))
             if ONES:
-                d_full += once * tl.sum(far_scores * tl.load(weight + at + e)[None, :], 1)
-                d_full += once * to_end * tl.sum(pair.to(tl.float32) * dz[None, :], 1)
-            found *= full[:, None]
-            given = tl.sum(d_full * full, 0)
+                pull += once * tl.load(weight + at + e)[None, :]
+            pull *= scores
+            given = crossing * 0.0
             for d in tl.static_range(W - 1):
-                after = e + (d + 1 - AFTER)
-                ok = (after < C) & (after >= W - 1) & (r + (d + 1 - AFTER) < length)
-                asks = row_of(rows, start, r + (d + 1 - AFTER), ok, MASKED) * H + h
-                g = read(d_o + asks[:, None] * B + db[None, :], ok[:, None] & in_b).to(tl.float32)
-                p = tl.load(weights + at * (W + 3) + d * C + e)
-                product_jd = tl.sum(tl.where(distance == d, scores, 0.0), 1)
-                near = product_jd * tl.sum(y * g, 1)
+                near = tl.sum(tl.where(distance == d, pull, 0.0), 1)
                 tl.store(close + (part * M * H * C + at) * (W - 1) + d * C + e, near)
-                given += tl.sum(p * near, 0)
-                found += (p * product_jd)[:, None] * g
+                given += tl.sum(tl.load(weights + at * (W + 3) + d * C + e) * near, 0)
+            if W > 1:
+                pull = tl.where(distance >= W - 1, pull, 0.0)
+            d_full = tl.sum(pull, 1)
+        carried = dot(pair, dS.to(pair.dtype))
+        if ONES and SWAP:
+            carried += dz[None, :]
+        if GATES and W == 1 and not LOW:
+            # the same as the product of the pair with what P_{j,W-1} multiplies
+            found = to_end[:, None] * carried + dot(scores.to(pair.dtype), value)
+            d_full = tl.sum(read(vp[:, None] + db[None, :], vok[:, None] & in_b).to(tl.float32) * found, 1)
+            if ONES:
+                d_full += once * tl.sum(scores * tl.load(weight + at + e)[None, :], 1)
+                d_full += once * to_end * tl.sum(pair.to(tl.float32) * dz[None, :], 1)
+            given = tl.sum(d_full * full, 0)
+            found *= full[:, None]
+        else:
+            p = scores * _parts(weights + at * (W + 3), distance, e, W, C)
+            found = (full * to_end)[:, None] * carried + dot(p.to(pair.dtype), value)
+            if GATES:
+                written = tl.sum(y.to(tl.float32) * carried, 1)
+                if ONES:
+                    written += once * tl.sum(pair.to(tl.float32) * dz[None, :], 1)
+                written *= to_end
+                d_full += written
+                given += tl.sum(d_full * full, 0)
+        if GATES:
+            tl.store(far + slot, d_full)
+        if GATES and not LOW:
             if NORMALIZE:
                 reads = -eps * once * tl.load(weight + at + e)
             else:
                 answer = read(o + row[:, None] * B + db[None, :], token[:, None] & in_b).to(tl.float32)
                 reads = tl.sum(answer * value.to(tl.float32), 1)
-            slot = part * M * H * C + at + e
             tl.store(inner + slot, reads)
-            tl.store(far + slot, d_full)
             tl.store(apart + slot, crossing + tl.zeros([C], tl.float32))
             crossing += tl.sum(reads, 0) - given
-        else:
-            mix = decay * _parts(weights + at * (W + 3), distance, e, W, C)
-            found = (full * to_end)[:, None] * carried + dot((scores * mix).to(pair.dtype), value)
         if GATES and LOW:
-            y = read(vp[:, None] + db[None, :], vok[:, None] & in_b)
-            pull = dot(y, tl.trans(value))
-            written = tl.sum(y * carried, 1)
-            if ONES:
-                pull += once * tl.load(weight + at + e)[None, :]
-                written += once * tl.sum(pair * dz[None, :], 1)
-            pull *= scores
-            for d in tl.static_range(W - 1):
-                near = tl.sum(tl.where(distance == d, pull, 0.0), 1)
-                tl.store(close + (part * M * H * C + at) * (W - 1) + d * C + e, near)
-            pull *= decay
-            if W > 1:
-                pull = tl.where(distance >= W - 1, pull, 0.0)
-            written *= to_end
-            slot = part * M * H * C + at + e
-            tl.store(far + slot, tl.sum(pull, 1) + written)
             # token r decays what earlier tokens wrote, for later ones to read
             reads = once * tl.load(inner + at + e)
             earlier = e[None, :] + W - 1 < e[:, None]

@@ -31,12 +31,10 @@ class Gates(NamedTuple):
             upto_low is pull, with eta = strength * beta and gamma = max(kept + (1 - beta) * pull, floor), or
             max(1 - beta * pull, floor) with `step="eta"`.
         vector: top eigenvector of falcon3's windows, `[B * T, H, W]` by first row plus rank.
-        weights: of `associative.weigh`, where they were asked for.
     """
 
     found: Tensor
     vector: Tensor
-    weights: Tensor | None = None
 
 
 def heads_of(state: FalconState, options: Options) -> tuple[Tensor, Tensor, Tensor]:
@@ -412,20 +410,20 @@ def gates(
     count: Tensor | None,
     ranks: Ranks,
     options: Options,
-    weighed: bool = False,
+    weights: Tensor | None = None,
 ) -> Gates:
     """Gates of all tokens.
 
     Args:
         k: `[B, T, H, K]`. head_x, first: of `heads_of`; None for documents that begin here. beta, ridge: `[B, T, H]` (beta with V
             is not read here).
-        count: int64 `[N]`, real rows of the tail, or None. ranks: with overlap W - 1. weighed: make `weights` too.
+        count: int64 `[N]`, real rows of the tail, or None. ranks: with overlap W - 1. weights: where those of
+            `associative.weigh` go, `[M, H, W + 3, C]`, or None.
     """
     heads, k_size = k.shape[2:]
     shape = (ranks.chunks, heads, CHUNK)
     out = k.new_empty(4, *shape, dtype=torch.float32)
     vector = k.new_empty(0, dtype=torch.float32)
-    weights = k.new_empty(*shape[:2], options.window + 3, CHUNK, dtype=torch.float32) if weighed else None
     sizes = {"H": heads, "K": k_size, "BK": block(k_size)}
     energy = int(options.needs_energy)
     with on_device(k):
@@ -457,7 +455,7 @@ def gates(
             ENERGY=energy,
             LOW=k.dtype == torch.float32,
         )
-    return Gates(out, vector, weights)
+    return Gates(out, vector)
 
 
 def inputs_backward(

@@ -71,7 +71,7 @@ def falcon_triton(
         tail_x, tail_v = k[:, end - window + 1 : end].clone(), v[:, q.shape[1] - window + 1 :].clone()
         has_key = torch.ones(documents, dtype=torch.bool, device=q.device)
         count = torch.full((documents,), window - 1, device=q.device)
-        return o, FalconState(S, ranks.last(k)[0], has_key, tail_x, tail_v, count)
+        return o, FalconState(S, k[:, -1].clone(), has_key, tail_x, tail_v, count)
     assert state is not None
     last, there = ranks.last(k)
     key, has_key = torch.where(there[:, None, None], last, state.key), state.has_key | there
@@ -151,11 +151,12 @@ def _forward(
     numbers: list[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
-    columns = options.rule.per_column
-    found, _, weights = gates(k, head_x, beta, ridge, first, count, ranks, options, weighed=not columns)
-    if weights is None:
+    if options.rule.per_column:
+        found, _ = gates(k, head_x, beta, ridge, first, count, ranks, options)
         call = Columns(q, k, v, beta, head_x, head_v, first, found, ranks, options)
         return *call.forward(S), found, found.new_empty(0)
+    weights = q.new_empty(ranks.chunks, q.shape[2], options.window + 3, CHUNK, dtype=torch.float32)
+    found, _ = gates(k, head_x, beta, ridge, first, count, ranks, options, weights)
     o, S, _, kept = _call(q, k, v, head_x, head_v, first, found, weights, ranks, options).forward(S, None)
     return o, S, kept.states, kept.total, found, weights
 
