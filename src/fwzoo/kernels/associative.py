@@ -728,9 +728,7 @@ def _gate_gradients(
     C: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * C
-    _d_c, d_u = gradients_of_chunk(
-        upto, upto_low, weights, inner, far, close, apart, at, size, PARTS, W, AFTER, LOW, C
-    )
+    _d_c, d_u = gradients_of_chunk(upto, upto_low, weights, inner, far, close, apart, at, size, PARTS, W, AFTER, LOW, C)
     tl.store(d_log_decay + at + tl.arange(0, C), d_u)
 
 

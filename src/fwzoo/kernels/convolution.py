@@ -201,10 +201,33 @@ def _backward(
     grid = (ranks.chunks, channels // head)
     with on_device(x):
         launch(
-            _backward_kernel, grid, d_y=d_y, x=x, weight=weight, past=past, d_pre=d_pre, **common, eps=eps, NORM=norm, ROWS=ROWS, num_warps=_warps(head)
+            _backward_kernel,
+            grid,
+            d_y=d_y,
+            x=x,
+            weight=weight,
+            past=past,
+            d_pre=d_pre,
+            **common,
+            eps=eps,
+            NORM=norm,
+            ROWS=ROWS,
+            num_warps=_warps(head),
         )
         launch(
-            _input_kernel, grid, d_pre=d_pre, x=x, weight=weight, past=past, d_x=d_x, d_past=d_past, d_weight=parts, **common, ROWS=ROWS_OF_SUMS, BW=block(taps), num_warps=4
+            _input_kernel,
+            grid,
+            d_pre=d_pre,
+            x=x,
+            weight=weight,
+            past=past,
+            d_x=d_x,
+            d_past=d_past,
+            d_weight=parts,
+            **common,
+            ROWS=ROWS_OF_SUMS,
+            BW=block(taps),
+            num_warps=4,
         )
     return d_x, parts.sum(0).T.to(weight.dtype).contiguous(), d_past
 
@@ -326,8 +349,10 @@ def convolution_step(
     widths = [x.shape[2] for x in parts]
     number = sum(width // head for width, head in zip(widths, heads, strict=True))
     with on_device(past):
-        _step_kernel[(past.shape[0], number)](
-            *parts, weight.contiguous(), past, new, *outputs, mask, *widths, eps, *heads, *(NORMS[norm] for norm in norms),
+        launch(
+            _step_kernel, (past.shape[0], number), **{f"x{i}": x for i, x in enumerate(parts)}, weight=weight.contiguous(), past=past,
+            new_past=new, **{f"y{i}": y for i, y in enumerate(outputs)}, real=mask, **{f"D{i}": width for i, width in enumerate(widths)},
+            eps=eps, **{f"F{i}": head for i, head in enumerate(heads)}, **{f"N{i}": NORMS[norm] for i, norm in enumerate(norms)},
             W=weight.shape[1], MASKED=mask is not None, BF=block(max(heads)), num_warps=1,
         )  # fmt: skip
     return outputs, new

@@ -72,7 +72,7 @@ def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
     parameters = _PARAMETERS.get(id(kernel))
     if parameters is None:
         parameters = _PARAMETERS[id(kernel)] = _parameters(kernel)
-    given = list(map(arguments.get, parameters.names))
+    given: list[Any] = list(map(arguments.get, parameters.names))
     warps, stages = arguments.get("num_warps"), arguments.get("num_stages")
     key: list[Any] = [id(kernel), given[0].get_device(), warps, stages, parameters.constants(given)]
     addresses = given.copy()
@@ -89,7 +89,8 @@ def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
     if compiled is not None:
         compiled[(*grid, 1, 1)[:3]](*addresses)
     else:
-        options = {name: x for name, x in (("num_warps", warps), ("num_stages", stages)) if x is not None}
+        given_options = {"num_warps": warps, "num_stages": stages}
+        options = {name: x for name, x in given_options.items() if x is not None}
         _COMPILED[tuple(key)] = kernel[grid](*given, **options)
 
 
@@ -271,11 +272,7 @@ def value_pointers(
 @triton.jit
 def missing_pairs(first, n, SHIFT: tl.constexpr):
     """1 where the first token of document `n` has no pair: what `first` says of it (None: it has no key before it)."""
-    if first is None:
-        missing = SHIFT
-    else:
-        missing = tl.load(first + n)
-    return missing
+    return SHIFT if first is None else tl.load(first + n)
 
 
 # --- one number a token and head, between tokens [B, T, H] and chunks [M, H, C] ---

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..associative import FIXED, _segment, scan
-from ..gpu import block, dot, key_pointers, launch, missing_pairs, of_chunk, on_device, read, row_of, value_pointers
+from ..gpu import block, dot, key_pointers, missing_pairs, of_chunk, on_device, read, row_of, value_pointers
 from ..ranks import CHUNK, Ranks
 from .prepass import energy_backward
 from .rescaled import Rescaled
@@ -502,7 +502,9 @@ class Columns:
             **self._common(), **launch,
         )  # fmt: skip
 
-    def _keys(self, d_o: Tensor, scores: Tensor, state: Tensor, out: Tensor, head_out: Tensor | None, back: bool) -> None:
+    def _keys(
+        self, d_o: Tensor, scores: Tensor, state: Tensor, out: Tensor, head_out: Tensor | None, back: bool
+    ) -> None:
         k_size, v_size = self.k.shape[3], self.v.shape[3]
         columns = cut("keys", v_size, k_size)
         _column_keys[(self.ranks.segments * self.q.shape[2], triton.cdiv(k_size, columns))](

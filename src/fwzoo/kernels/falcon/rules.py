@@ -88,9 +88,7 @@ def empty_state(documents: int, q: Tensor, v: Tensor, window: int, dtype: torch.
     )
 
 
-def started(
-    state: FalconState | None, q: Tensor, v: Tensor, bounds: list[int] | None, options: Options
-) -> FalconState:
+def started(state: FalconState | None, q: Tensor, v: Tensor, bounds: list[int] | None, options: Options) -> FalconState:
     """`state`, or that before the first token of every document."""
     if state is not None:
         return state

@@ -33,9 +33,7 @@ def empty_state(documents: int, q: Tensor, v: Tensor) -> LinearAttentionState:
     return LinearAttentionState(S, torch.zeros_like(S[..., 0]))
 
 
-def started(
-    state: LinearAttentionState | None, q: Tensor, v: Tensor, bounds: list[int] | None
-) -> LinearAttentionState:
+def started(state: LinearAttentionState | None, q: Tensor, v: Tensor, bounds: list[int] | None) -> LinearAttentionState:
     """`state`, or that before the first token of every document."""
     if state is not None:
         return state
