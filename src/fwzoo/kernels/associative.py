@@ -106,6 +106,7 @@ def weigh(
     upto,
     upto_low,
     weights,
+    mixes,
     at,
     W: tl.constexpr,
     AFTER: tl.constexpr,
@@ -114,6 +115,9 @@ def weigh(
 ):
     """Of every slot of the chunk at `at`, `[M, H, W + 3, C]`: P_j0 ... P_{j,W-1}; the decay of whole pairs to the chunk's end; that from
     the chunk's start to what a token reads; and w_j, the product of the last P and its decay to the end.
+
+    mixes: where M goes (pairs are rows; without a window its decays alone), `[M, H, C, C]`, or None. All walks read it: making it
+    takes them as long as a product.
     """
     e = tl.arange(0, C)
     out = weights + at * (W + 3) + e
@@ -129,6 +133,14 @@ def weigh(
     high, low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
     tl.store(out + (W + 1) * C, tl.exp(high + low))
     tl.store(out + (W + 2) * C, p * to_end)
+    if mixes is not None:
+        tl.debug_barrier()  # slots are read again by other threads
+        s_high, s_low = _decays(upto, upto_low, at, tl.minimum(e + W - 1, C - 1), LOW)
+        distance = e[None, :] - (1 - AFTER) - e[:, None]
+        mix = _decay(high[None, :], low[None, :], s_high[:, None], s_low[:, None], distance, LOW)
+        if W > 1:
+            mix *= _parts(weights + at * (W + 3), distance, e, W, C)
+        tl.store(mixes + at * C + e[:, None] * C + e[None, :], mix.to(mixes.dtype.element_ty))
 
 
 @triton.jit
@@ -137,12 +149,13 @@ def _weigh(
     upto,
     upto_low,
     weights,
+    mixes,
     W: tl.constexpr,
     AFTER: tl.constexpr,
     LOW: tl.constexpr,
     C: tl.constexpr,
 ):
-    weigh(strength, upto, upto_low, weights, tl.program_id(0).to(tl.int64) * C, W, AFTER, LOW, C)
+    weigh(strength, upto, upto_low, weights, mixes, tl.program_id(0).to(tl.int64) * C, W, AFTER, LOW, C)
 
 
 @triton.jit
@@ -322,6 +335,7 @@ def _walk(
     d_o,
     first,
     weights,
+    mixes,
     upto,
     upto_low,
     state,
@@ -418,16 +432,21 @@ def _walk(
         given = (tl.trans(value).to(tl.float32) * give[None, :]).to(value.dtype)
         S = S * kept + dot(given, pair)
         scores = dot(pair, tl.trans(ask))
-        high, low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
-        s_high, s_low = _decays(upto, upto_low, at, tl.minimum(e + W - 1, C - 1), LOW)
-        now = e
-        if W > 1:  # NIL is 0, unknown to the compiler: no table of comparisons is kept in registers over the loop
-            now = e + (NIL * i).to(tl.int32)
         if ONES and SWAP:
             scores += one[None, :]
-        distance = now[None, :] - (1 - AFTER) - e[:, None]
-        scores *= _decay(high[None, :], low[None, :], s_high[:, None], s_low[:, None], distance, LOW)
-        p = scores * _parts(own_weights, distance, e, W, C)
+        if mixes is not None:
+            p = scores * read(mixes + at * C + e[:, None] * C + e[None, :], (e >= 0)[:, None])
+            if W == 1:
+                p *= tl.load(own_weights + e)[:, None]
+        else:
+            high, low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
+            s_high, s_low = _decays(upto, upto_low, at, tl.minimum(e + W - 1, C - 1), LOW)
+            now = e
+            if W > 1:  # NIL is 0, unknown to the compiler: no table of comparisons is kept in registers over the loop
+                now = e + (NIL * i).to(tl.int32)
+            distance = now[None, :] - (1 - AFTER) - e[:, None]
+            scores *= _decay(high[None, :], low[None, :], s_high[:, None], s_low[:, None], distance, LOW)
+            p = scores * _parts(own_weights, distance, e, W, C)
         found += dot(tl.trans(value), p.to(value.dtype))
         if NORMALIZE:
             from_start = tl.load(own_weights + (W + 1) * C + e)
@@ -455,6 +474,7 @@ def _walk_back(
     o,
     first,
     weights,
+    mixes,
     upto,
     upto_low,
     d_state,
@@ -549,9 +569,7 @@ def _walk_back(
             pair = read(xp[:, None] + da[None, :], xok[:, None] & in_a)
             ask = read(query + row[:, None] * A + da[None, :], token[:, None] & in_a)
             value = read(d_o + row[:, None] * B + db[None, :], token[:, None] & in_b)
-        s_high, s_low = _decays(upto, upto_low, at, tl.minimum(e + W - 1, C - 1), LOW)
         full = tl.load(weights + at * (W + 3) + (W - 1) * C + e)
-        high, low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
         u_end = tl.load(upto + at + C - 1)
         low_end = u_end * 0.0
         if LOW:
@@ -560,11 +578,18 @@ def _walk_back(
         scores = dot(pair, tl.trans(ask))
         if ONES and SWAP:
             scores += tl.load(weight + at + e)[None, :]
-        now = e
-        if W > 1:  # as in `_walk`
-            now = e + (NIL * i).to(tl.int32)
-        distance = now[None, :] - (1 - AFTER) - e[:, None]
-        scores *= _decay(high[None, :], low[None, :], s_high[:, None], s_low[:, None], distance, LOW)
+        if mixes is not None:
+            p = scores * read(mixes + at * C + e[:, None] * C + e[None, :], (e >= 0)[:, None])
+        if mixes is not None and W == 1:
+            scores = p
+        elif mixes is None or GATES:
+            s_high, s_low = _decays(upto, upto_low, at, tl.minimum(e + W - 1, C - 1), LOW)
+            high, low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
+            now = e
+            if W > 1:  # as in `_walk`
+                now = e + (NIL * i).to(tl.int32)
+            distance = now[None, :] - (1 - AFTER) - e[:, None]
+            scores *= _decay(high[None, :], low[None, :], s_high[:, None], s_low[:, None], distance, LOW)
         slot = part * M * H * C + at + e
         if GATES and (LOW or W > 1):
             # the gradient of P_jd: products of pairs that are d apart, undecayed there; of P_{j,W-1}: those of all far ones
@@ -594,7 +619,10 @@ def _walk_back(
             given = tl.sum(d_full * full, 0)
             found *= full[:, None]
         else:
-            p = scores * _parts(weights + at * (W + 3), distance, e, W, C)
+            if W == 1:
+                p = scores * full[:, None]
+            elif mixes is None:
+                p = scores * _parts(weights + at * (W + 3), distance, e, W, C)
             found = (full * to_end)[:, None] * carried + dot(p.to(pair.dtype), value)
             if GATES:
                 written = tl.sum(y.to(tl.float32) * carried, 1)
@@ -826,15 +854,25 @@ def scan(
     return final, product
 
 
-def weights_of(strength: Tensor, decay: Tensor, window: int, wide: bool) -> Tensor:
-    """Those of `weigh`, from the strength and the halves of the log-decay's prefix in chunks; wide: the second half counts."""
-    weights = strength.new_empty(*strength.shape[:2], window + 3, CHUNK)
-    with on_device(strength):
+def new_weights(q: Tensor, ranks: Ranks, window: int) -> tuple[Tensor, Tensor]:
+    """Where `weights` and `mixes` of `weigh` go; the second is empty for float32, which keeps its digits."""
+    shape, dtype = (ranks.chunks, q.shape[2]), q.dtype
+    mixed = dtype != torch.float32
+    if dtype == torch.float16:
+        dtype = torch.float32  # strengths are larger than float16 can be
+    weights = q.new_empty(*shape, window + 3, CHUNK, dtype=torch.float32)
+    return weights, q.new_empty((*shape, CHUNK, CHUNK) if mixed else (0,), dtype=dtype)
+
+
+def weights_of(q: Tensor, decay: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """Those of `weigh` for pairs that each token writes with strength 1, from the halves of the log-decay's prefix `[2, M, H, C]`."""
+    weights, mixes = new_weights(q, ranks, 1)
+    with on_device(q):
         launch(
-            _weigh, (strength.shape[0] * strength.shape[1],), strength=strength, upto=decay[0], upto_low=decay[1],
-            weights=weights, W=window, AFTER=1, LOW=wide, C=CHUNK, num_warps=1,
+            _weigh, (ranks.chunks * q.shape[2],), strength=torch.ones_like(decay[0]), upto=decay[0], upto_low=decay[1], weights=weights,
+            mixes=mixes if mixes.numel() else None, W=1, AFTER=1, LOW=q.dtype == torch.float32, C=CHUNK,
         )  # fmt: skip
-    return weights
+    return weights, mixes
 
 
 def gate_gradients(grads: dict[str, Any], like: Tensor) -> Tensor:
@@ -861,7 +899,7 @@ class Associative:
 
     Attributes:
         q, k, v: `[B, T, H, .]`, contiguous. head_x, head_v, first: see `falcon.prepass.heads_of`; None for documents that begin here.
-        upto, upto_low: the two halves of the log-decay's prefix in chunks, float32 `[M, H, C]`. weights: of `weigh`.
+        upto, upto_low: the two halves of the log-decay's prefix in chunks, float32 `[M, H, C]`. weights, mixes: of `new_weights`.
         ranks: with overlap W - 1. window: W. shift: 1 when a token's pair has the key before it.
         after: whether a token reads what it has written. ones: whether there is a normaliser z. normalize: whether it divides.
     """
@@ -875,6 +913,7 @@ class Associative:
     upto: Tensor
     upto_low: Tensor
     weights: Tensor
+    mixes: Tensor
     ranks: Ranks
     window: int = 1
     shift: int = 0
@@ -946,7 +985,7 @@ class Associative:
         columns, options = cut("walk", inner_size, size, self.k)
         launch(
             _walk, (self.ranks.segments * self.heads, parts(size, columns)), query=self.q, k=self.k, head_x=self.head_x, v=self.v,
-            head_v=self.head_v, first=self.first, weights=self.weights, upto=self.upto, upto_low=self.upto_low, state=state, z=z,
+            head_v=self.head_v, first=self.first, weights=self.weights, mixes=self.mixes if self.mixes.numel() else None, upto=self.upto, upto_low=self.upto_low, state=state, z=z,
             out=out, **tensors, **self._common(), eps=self.eps, M=self.ranks.chunks, NIL=0, K=k_size, V=v_size,
             BA=block(inner_size), BB=columns, SWAP=swap, ONES=z is not None, NORMALIZE=self.normalize and not swap,
             INNER=tensors.get("inner") is not None, **options,
@@ -1057,7 +1096,7 @@ class Associative:
         count = 1 if product is None else product.shape[-1]
         launch(
             _walk_back, (ranks.segments * self.heads, parts(size, columns)), query=self.q, k=self.k, head_x=self.head_x, v=self.v,
-            head_v=self.head_v, d_o=d_o, o=o, first=self.first, weights=self.weights, upto=self.upto, upto_low=self.upto_low,
+            head_v=self.head_v, d_o=d_o, o=o, first=self.first, weights=self.weights, mixes=self.mixes if self.mixes.numel() else None, upto=self.upto, upto_low=self.upto_low,
             d_state=d_states, d_z=d_z, weight=weight, inner=inner, product=product, d_energy=d_energy, out=outs[0],
             head_out=outs[1], overlap=overlap, far=far, close=close, apart=apart, **self._common(), eps=self.eps, M=ranks.chunks, NIL=0, K=k_size, V=v_size, BA=block(inner_size), BB=columns, SWAP=swap,
             ONES=d_z is not None, NORMALIZE=self.normalize, GATES=gates is not None, COUNT=count, TILES=1 << (count - 1).bit_length(), ENERGY=d_energy is not None, **options,

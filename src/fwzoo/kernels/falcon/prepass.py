@@ -130,6 +130,7 @@ def _gates(
     upto_low,
     energy,
     weights,
+    mixes,
     docs,
     chunk_doc,
     rows,
@@ -154,7 +155,7 @@ def _gates(
 ):
     """ENERGY: 0 none, 1 mean squared norm of the window, 2 already there, as a sum. DIVIDE: the step is beta / (E + ...).
 
-    weights: where those of `weigh` go, or None.
+    weights, mixes: where those of `weigh` go, or None.
     """
     c, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
@@ -216,7 +217,7 @@ def _gates(
         tl.store(upto_low + at, low)
         if weights is not None:
             tl.debug_barrier()  # slots are read again by other threads
-            weigh(strength, upto, upto_low, weights, (c * H + h) * C, W, AFTER, LOW, C)
+            weigh(strength, upto, upto_low, weights, mixes, (c * H + h) * C, W, AFTER, LOW, C)
 
 
 @triton.jit(do_not_specialize=["T", "NC", "size"])
@@ -411,14 +412,15 @@ def gates(
     ranks: Ranks,
     options: Options,
     weights: Tensor | None = None,
+    mixes: Tensor | None = None,
 ) -> Gates:
     """Gates of all tokens.
 
     Args:
         k: `[B, T, H, K]`. head_x, first: of `heads_of`; None for documents that begin here. beta, ridge: `[B, T, H]` (beta with V
             is not read here).
-        count: int64 `[N]`, real rows of the tail, or None. ranks: with overlap W - 1. weights: where those of
-            `associative.weigh` go, `[M, H, W + 3, C]`, or None.
+        count: int64 `[N]`, real rows of the tail, or None. ranks: with overlap W - 1. weights, mixes: where
+            those of `associative.weigh` go, or None.
     """
     heads, k_size = k.shape[2:]
     shape = (ranks.chunks, heads, CHUNK)
@@ -447,6 +449,7 @@ def gates(
             count=count,
             **dict(zip(("strength", "upto", "upto_low", "energy"), out.unbind(), strict=True)),
             weights=weights,
+            mixes=mixes,
             **tables(ranks),
             **sizes,
             **_options(options),

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from .. import step
-from ..associative import Associative, Kept, segment_length
+from ..associative import Associative, Kept, new_weights, segment_length
 from ..contract import few_tokens
 from ..gpu import custom
-from ..ranks import CHUNK, Ranks, make_ranks
+from ..ranks import CHUNK, Ranks, make_ranks, ranks_of
 from .columns import Columns
 from .delta import regression
 from .prepass import Gates, gates, heads_of, inputs_backward, pack, unpack
@@ -121,11 +121,12 @@ def _call(
     first: Tensor | None,
     found: Tensor,
     weights: Tensor,
+    mixes: Tensor,
     ranks: Ranks,
     options: Options,
 ) -> Associative:
     return Associative(
-        q, k, v, head_x, head_v, first, found[1], found[2], weights, ranks, options.window, int(options.shifted),
+        q, k, v, head_x, head_v, first, found[1], found[2], weights, mixes, ranks, options.window, int(options.shifted),
         options.read_after_write,
     )  # fmt: skip
 
@@ -149,20 +150,21 @@ def _forward(
     rule: str,
     flags: list[int],
     numbers: list[float],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
     if options.rule.per_column:
         found, _ = gates(k, head_x, beta, ridge, first, count, ranks, options)
         call = Columns(q, k, v, beta, head_x, head_v, first, found, ranks, options)
-        return *call.forward(S), found, found.new_empty(0)
-    weights = q.new_empty(ranks.chunks, q.shape[2], options.window + 3, CHUNK, dtype=torch.float32)
-    found, _ = gates(k, head_x, beta, ridge, first, count, ranks, options, weights)
-    o, S, _, kept = _call(q, k, v, head_x, head_v, first, found, weights, ranks, options).forward(S, None)
-    return o, S, kept.states, kept.total, found, weights
+        return *call.forward(S), found, found.new_empty(0), found.new_empty(0)
+    weights, mixes = new_weights(q, ranks, options.window)
+    found, _ = gates(k, head_x, beta, ridge, first, count, ranks, options, weights, mixes if mixes.numel() else None)
+    o, S, _, kept = _call(q, k, v, head_x, head_v, first, found, weights, mixes, ranks, options).forward(S, None)
+    return o, S, kept.states, kept.total, found, weights, mixes
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
     sizes, columns, window = others[11], RULES[others[12]].per_column, others[13][0]
+    weighed = new_weights(q, ranks_of(sizes, None, None, None, None), window)
     documents, chunks, segments, heads = sizes[2], sizes[5], sizes[6], q.shape[2]
     wide = {"dtype": torch.float32}
     return (
@@ -171,7 +173,7 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor
         q.new_empty(segments, heads, k.shape[3], v.shape[3], **wide),
         q.new_empty(segments, heads, *([v.shape[3]] if columns else []), **wide),
         q.new_empty(4, chunks, heads, CHUNK, **wide),
-        q.new_empty(0 if columns else (chunks, heads, window + 3, CHUNK), **wide),
+        *((q.new_empty(0, **wide), q.new_empty(0, **wide)) if columns else weighed),
     )
 
 
@@ -202,6 +204,7 @@ def _backward(
     total: Tensor,
     found: Tensor,
     weights: Tensor,
+    mixes: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
     d_o = torch.zeros_like(o) if d_o is None else d_o
@@ -224,7 +227,7 @@ def _backward(
         )
         d_ridge = gradients[1]
     else:
-        call, none = _call(q, k, v, head_x, head_v, first, found, weights, ranks, options), weights.new_empty(0)
+        call, none = _call(q, k, v, head_x, head_v, first, found, weights, mixes, ranks, options), weights.new_empty(0)
         d_q, d_k, d_v, d_head_x, d_head_v, d_S, _ = call.backward(
             d_o, o, d_S, None, S_end, none, Kept(states, none, total, none), through_gates
         )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import step
-from ..associative import Associative, Kept, gate_gradients, segment_length, weights_of
+from ..associative import Associative, Kept, gate_gradients, new_weights, segment_length, weights_of
 from ..contract import few_tokens
 from ..gpu import custom, out_of_chunks, prefix
 from ..ranks import CHUNK, Ranks, make_ranks, ranks_of
@@ -48,22 +48,6 @@ def linear_attention_triton(
     return o, LinearAttentionState(S, z)
 
 
-def _call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    ranks: Ranks,
-    normalize: bool,
-    eps: float,
-) -> Associative:
-    """decay: the two halves of the log-decay's prefix, `[2, M, H, C]`."""
-    weights = weights_of(torch.ones_like(decay[0]), decay, 1, wide=q.dtype == torch.float32)
-    return Associative(
-        q, k, v, None, None, None, decay[0], decay[1], weights, ranks, ones=True, normalize=normalize, eps=eps
-    )
-
-
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -78,15 +62,18 @@ def _forward(
     sizes: list[int],
     normalize: bool,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     ranks = ranks_of(sizes, docs, chunk_doc, segment_doc, rows)
     if log_decay is None:
         decay = q.new_zeros(2, ranks.chunks, q.shape[2], CHUNK, dtype=torch.float32)
     else:
         decay = prefix(log_decay, ranks)
-    call = _call(q, k, v, decay, ranks, normalize, eps)
+    weights, mixes = weights_of(q, decay, ranks)
+    call = Associative(
+        q, k, v, None, None, None, *decay, weights, mixes, ranks, ones=True, normalize=normalize, eps=eps
+    )
     o, S, z, kept = call.forward(S, z)
-    return o, S, z, *kept, decay
+    return o, S, z, *kept, decay, weights, mixes
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, log_decay: Any, S: Any, z: Any, *others: Any) -> Any:
@@ -101,6 +88,7 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, log_decay: Any, S: Any, z: An
         q.new_empty(segments, heads, **wide),
         q.new_empty(q.shape[:3] if normalize else (0,), **wide),
         q.new_empty(2, sizes[5], heads, CHUNK, **wide),
+        *new_weights(q, ranks_of(sizes, None, None, None, None), 1),
     )
 
 
@@ -129,9 +117,13 @@ def _backward(
     total: Tensor,
     seen: Tensor,
     decay: Tensor,
+    weights: Tensor,
+    mixes: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     ranks = ranks_of(sizes, docs, chunk_doc, segment_doc, rows)
-    call = _call(q, k, v, decay, ranks, normalize, eps)
+    call = Associative(
+        q, k, v, None, None, None, *decay, weights, mixes, ranks, ones=True, normalize=normalize, eps=eps
+    )
     d_log_decay = q.new_empty(0)
 
     def through_gates(grads: dict[str, Any]) -> None:
