@@ -21,6 +21,7 @@ The normaliser z of linear attention is a column of ones behind v: `ONES`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -170,9 +171,9 @@ def _decay_of(upto, upto_low, at, slot, LOW: tl.constexpr, C: tl.constexpr):
 @triton.jit(do_not_specialize=FIXED)
 def _segment_states(
     left,
-    head_left,
+    head_x,
     right,
-    head_right,
+    head_v,
     first,
     weights,
     upto,
@@ -188,7 +189,7 @@ def _segment_states(
     NC,
     NS,
     SEG,
-    H,
+    H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
@@ -228,8 +229,8 @@ def _segment_states(
             lp, rp, lok, rok = left + row * K, right + row * V, ok, ok
             w = tl.load(weights + at * (W + 3) + (W + 1) * C + e)
         else:
-            lp, lok = key_pointers(left, head_left, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
-            rp, rok = value_pointers(right, head_right, rows, n, start, length, missing, h, r, H, V, W, SHIFT, MASKED)
+            lp, lok = key_pointers(left, head_x, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
+            rp, rok = value_pointers(right, head_v, rows, n, start, length, missing, h, r, H, V, W, SHIFT, MASKED)
             w = tl.load(weights + at * (W + 3) + (W + 2) * C + e)
         x = read(lp[:, None] + dk[None, :], lok[:, None] & (dk < K)[None, :])
         y = read(rp[:, None] + dv[None, :], rok[:, None] & (dv < V)[None, :])
@@ -260,7 +261,7 @@ def _scan(
     product,
     docs,
     NS,
-    H,
+    H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     ROWS: tl.constexpr,
@@ -354,7 +355,7 @@ def _walk(
     SEG,
     M,
     NIL,
-    H,
+    H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BA: tl.constexpr,
@@ -499,7 +500,7 @@ def _walk_back(
     SEG,
     M,
     NIL,
-    H,
+    H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BA: tl.constexpr,
@@ -771,7 +772,7 @@ def _add_overlap(
     first,
     T,
     NC,
-    H,
+    H: tl.constexpr,
     K: tl.constexpr,
     BK: tl.constexpr,
     W: tl.constexpr,
@@ -926,9 +927,21 @@ class Associative:
     def heads(self) -> int:
         return self.q.shape[2]
 
+    @functools.cached_property
     def _common(self) -> dict[str, Any]:
+        """What several kernels take."""
         ranks = self.ranks
         return {
+            "query": self.q,
+            "k": self.k,
+            "v": self.v,
+            "head_x": self.head_x,
+            "head_v": self.head_v,
+            "first": self.first,
+            "upto": self.upto,
+            "upto_low": self.upto_low,
+            "weights": self.weights,
+            "mixes": self.mixes if self.mixes.numel() else None,
             "docs": ranks.docs,
             "segment_doc": ranks.segment_doc,
             "rows": ranks.rows,
@@ -936,7 +949,11 @@ class Associative:
             "NC": ranks.chunks // ranks.documents,
             "NS": ranks.segments // ranks.documents,
             "SEG": ranks.segment,
+            "M": ranks.chunks,
+            "NIL": 0,
             "H": self.heads,
+            "K": self.k.shape[3],
+            "V": self.v.shape[3],
             "W": self.window,
             "SHIFT": self.shift,
             "AFTER": int(self.after),
@@ -944,6 +961,7 @@ class Associative:
             "PLAIN": ranks.docs is None,
             "MASKED": ranks.rows is not None,
             "C": CHUNK,
+            "eps": self.eps,
         }
 
     def _states(
@@ -955,10 +973,9 @@ class Associative:
         state = self.q.new_empty(segments, self.heads, k_size, v_size, dtype=torch.float32)
         z = self.q.new_empty(segments, self.heads, k_size if self.ones else 0, dtype=torch.float32)
         launch(
-            _segment_states, (segments * self.heads, parts(v_size, columns)), left=left, head_left=self.head_x, right=right,
-            head_right=self.head_v, first=self.first, weights=self.weights, upto=self.upto, upto_low=self.upto_low,
-            weight=weight, state=state, z=z, total=total, **self._common(), K=k_size, V=v_size, BK=block(k_size), BV=columns,
-            BACK=back, ONES=self.ones and (weight is not None or not back), **options,
+            _segment_states, (segments * self.heads, parts(v_size, columns)), left=left, right=right, weight=weight, state=state, z=z,
+            total=total, **self._common, BK=block(k_size), BV=columns, BACK=back,
+            ONES=self.ones and (weight is not None or not back), **options,
         )  # fmt: skip
         if self.ones and back and weight is None:
             z.zero_()
@@ -984,9 +1001,7 @@ class Associative:
         inner_size, size = (v_size, k_size) if swap else (k_size, v_size)
         columns, options = cut("walk", inner_size, size, self.k)
         launch(
-            _walk, (self.ranks.segments * self.heads, parts(size, columns)), query=self.q, k=self.k, head_x=self.head_x, v=self.v,
-            head_v=self.head_v, first=self.first, weights=self.weights, mixes=self.mixes if self.mixes.numel() else None, upto=self.upto, upto_low=self.upto_low, state=state, z=z,
-            out=out, **tensors, **self._common(), eps=self.eps, M=self.ranks.chunks, NIL=0, K=k_size, V=v_size,
+            _walk, (self.ranks.segments * self.heads, parts(size, columns)), state=state, z=z, out=out, **tensors, **self._common,
             BA=block(inner_size), BB=columns, SWAP=swap, ONES=z is not None, NORMALIZE=self.normalize and not swap,
             INNER=tensors.get("inner") is not None, **options,
         )  # fmt: skip
@@ -1095,11 +1110,11 @@ class Associative:
         inner, far, close, apart = gates or (None,) * 4
         count = 1 if product is None else product.shape[-1]
         launch(
-            _walk_back, (ranks.segments * self.heads, parts(size, columns)), query=self.q, k=self.k, head_x=self.head_x, v=self.v,
-            head_v=self.head_v, d_o=d_o, o=o, first=self.first, weights=self.weights, mixes=self.mixes if self.mixes.numel() else None, upto=self.upto, upto_low=self.upto_low,
-            d_state=d_states, d_z=d_z, weight=weight, inner=inner, product=product, d_energy=d_energy, out=outs[0],
-            head_out=outs[1], overlap=overlap, far=far, close=close, apart=apart, **self._common(), eps=self.eps, M=ranks.chunks, NIL=0, K=k_size, V=v_size, BA=block(inner_size), BB=columns, SWAP=swap,
-            ONES=d_z is not None, NORMALIZE=self.normalize, GATES=gates is not None, COUNT=count, TILES=1 << (count - 1).bit_length(), ENERGY=d_energy is not None, **options,
+            _walk_back, (ranks.segments * self.heads, parts(size, columns)), d_o=d_o, o=o, d_state=d_states, d_z=d_z, weight=weight,
+            inner=inner, product=product, d_energy=d_energy, out=outs[0], head_out=outs[1], overlap=overlap, far=far, close=close,
+            apart=apart, **self._common, BA=block(inner_size), BB=columns, SWAP=swap, ONES=d_z is not None,
+            NORMALIZE=self.normalize, GATES=gates is not None, COUNT=count, TILES=1 << (count - 1).bit_length(),
+            ENERGY=d_energy is not None, **options,
         )  # fmt: skip
         if self.window > 1:
             launch(

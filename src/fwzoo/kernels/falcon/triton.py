@@ -68,7 +68,9 @@ def falcon_triton(
         o, S = run(q, k, v, beta, ridge, head_x, head_v, state.S, first, state.count, ranks, options)
     if whole:
         end, documents = q.shape[1] - shift, q.shape[0]
-        tail_x, tail_v = k[:, end - window + 1 : end].clone(), v[:, q.shape[1] - window + 1 :].clone()
+        tail_x, tail_v = k.new_empty(documents, 0, *k.shape[2:]), v.new_empty(documents, 0, *v.shape[2:])
+        if window > 1:
+            tail_x, tail_v = k[:, end - window + 1 : end].clone(), v[:, q.shape[1] - window + 1 :].clone()
         has_key = torch.ones(documents, dtype=torch.bool, device=q.device)
         count = torch.full((documents,), window - 1, device=q.device)
         return o, FalconState(S, k[:, -1].clone(), has_key, tail_x, tail_v, count)
