@@ -23,10 +23,19 @@ ROWS_OF_SUMS = 8  # where sums for every tap are kept too
 
 
 @triton.jit
-def _taps(
+def _taps_of(weight, column, inside, W: tl.constexpr):
+    """The filter of every column, a tuple of W times float32 `[F]`: loaded once a program, they cost more than the rows otherwise."""
+    taps = ()
+    for j in tl.static_range(W):
+        taps = taps + (read(weight + column * W + j, inside).to(tl.float32),)
+    return taps
+
+
+@triton.jit
+def _filtered(
     x,
     past,
-    weight,
+    taps,
     rows,
     n,
     start,
@@ -49,8 +58,7 @@ def _taps(
         if PAST:
             at = past + (n * (W - 1) + rank + (W - 1))[:, None] * D + column[None, :]
             value += read(at, ((rank < 0) & (r < length))[:, None] & inside[None, :]).to(tl.float32)
-        tap = read(weight + column * W + j, inside).to(tl.float32)
-        total += value * tap[None, :]
+        total += value * taps[j][None, :]
     return total
 
 
@@ -71,9 +79,10 @@ def _forward_kernel(
     c, d = tl.program_id(0).to(tl.int64), tl.arange(0, BF)
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
     column, inside = tl.program_id(1) * F + d, d < F
+    taps = _taps_of(weight, column, inside, W)
     for begin in range(0, C, ROWS):
         r = i * C + begin + tl.arange(0, ROWS)
-        pre = _taps(x, past, weight, rows, n, start, length, r, column, inside, D, W, PAST, MASKED)
+        pre = _filtered(x, past, taps, rows, n, start, length, r, column, inside, D, W, PAST, MASKED)
         out = pre * tl.sigmoid(pre)
         if NORM:
             out = out * _inverse_norm(out, eps, F, NORM)
@@ -92,9 +101,10 @@ def _backward_kernel(
     c, d = tl.program_id(0).to(tl.int64), tl.arange(0, BF)
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
     column, inside = tl.program_id(1) * F + d, d < F
+    taps = _taps_of(weight, column, inside, W)
     for begin in range(0, C, ROWS):
         r = i * C + begin + tl.arange(0, ROWS)
-        pre = _taps(x, past, weight, rows, n, start, length, r, column, inside, D, W, PAST, MASKED)
+        pre = _filtered(x, past, taps, rows, n, start, length, r, column, inside, D, W, PAST, MASKED)
         gate = tl.sigmoid(pre)
         row = row_of(rows, start, r, r < length, MASKED)
         at, ok = row[:, None] * D + column[None, :], (r < length)[:, None] & inside[None, :]
@@ -129,6 +139,7 @@ def _input_kernel(
     c, d = tl.program_id(0).to(tl.int64), tl.arange(0, BF)
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
     column, inside, e, g = tl.program_id(1) * F + d, d < F, tl.arange(0, ROWS), tl.arange(0, BW)
+    taps = _taps_of(weight, column, inside, W)
     own = ()
     for _ in tl.static_range(W):
         own = own + (tl.zeros([ROWS, BF], tl.float32),)
@@ -139,9 +150,8 @@ def _input_kernel(
         value = read(x + at, ok).to(tl.float32)
         grad, sums = tl.zeros([ROWS, BF], tl.float32), ()
         for j in tl.static_range(W):
-            tap = read(weight + column * W + j, inside).to(tl.float32)
             after = _later(d_pre, rows, start, length, r + (W - 1) - j, r < length, column, inside, D, MASKED)
-            grad += after * tap[None, :]
+            grad += after * taps[j][None, :]
             sums = sums + (own[j] + value * after,)
         own = sums
         tl.store(d_x + at, grad.to(d_x.dtype.element_ty), mask=ok)
@@ -156,8 +166,7 @@ def _input_kernel(
     if PAST and i == 0:
         before = tl.zeros([BW, BF], tl.float32)
         for j in tl.static_range(W):
-            tap = read(weight + column * W + j, inside).to(tl.float32)
-            before += _later(d_pre, rows, start, length, g - j, g < W - 1, column, inside, D, MASKED) * tap[None, :]
+            before += _later(d_pre, rows, start, length, g - j, g < W - 1, column, inside, D, MASKED) * taps[j][None, :]
         there = d_past + (n * (W - 1) + g)[:, None] * D + column[None, :]
         tl.store(there, before.to(d_past.dtype.element_ty), mask=(g < W - 1)[:, None] & inside[None, :])
 
