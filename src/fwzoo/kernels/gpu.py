@@ -96,6 +96,9 @@ def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
     compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *addresses)
 
 
+_LIBRARIES: dict[str, torch.library.Library] = {}
+
+
 def custom(
     name: str,
     forward: Callable[..., Any],
@@ -122,10 +125,17 @@ def custom(
         materialize: whether `backward` gets zeros, and not None, for results that have no gradient.
     """
     space = re.sub(r"\W", "_", module)
-    run = torch.library.custom_op(f"{space}::{name}", forward, mutates_args=())
-    run_backward = torch.library.custom_op(f"{space}::{name}_backward", backward, mutates_args=())
-    run.register_fake(fake_forward)
-    run_backward.register_fake(fake_backward)
+    _LIBRARIES.pop(f"{space}::{name}", None)  # an operator lives as long as its library; a module may be loaded again
+    library = _LIBRARIES[f"{space}::{name}"] = torch.library.Library(space, "FRAGMENT")
+
+    def define(own: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+        library.define(own + torch.library.infer_schema(function, mutates_args=()), tags=torch.Tag.pt2_compliant_tag)
+        for device in ("CUDA", "CPU"):  # on a CPU under the interpreter
+            library.impl(own, function, device)
+        torch.library.register_fake(f"{space}::{own}", fake, lib=library)
+        return getattr(getattr(torch.ops, space), own).default
+
+    run, run_backward = define(name, forward, fake_forward), define(f"{name}_backward", backward, fake_backward)
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.tensors = [isinstance(x, Tensor) for x in inputs]
@@ -143,7 +153,7 @@ def custom(
                 results[at] = grad
         return tuple(results)
 
-    run.register_autograd(differentiate, setup_context=keep)
+    torch.library.register_autograd(f"{space}::{name}", differentiate, setup_context=keep, lib=library)
 
     class Direct(torch.autograd.Function):
         """The same where nobody looks at operators: torch's way to a custom one takes longer than a kernel."""

@@ -11,7 +11,7 @@ from .. import step
 from ..associative import Associative, Kept, gate_gradients, new_weights, segment_length, weights_of
 from ..contract import few_tokens
 from ..gpu import custom, out_of_chunks, prefix
-from ..ranks import CHUNK, Ranks, make_ranks, ranks_of
+from ..ranks import CHUNK, make_ranks, ranks_of
 from .reference import LinearAttentionState, started
 
 
