@@ -70,7 +70,7 @@ def _forward(
         decay = prefix(log_decay, ranks)
     weights, mixes = weights_of(q, decay, ranks)
     call = Associative(
-        q, k, v, None, None, None, *decay, weights, mixes, ranks, ones=True, normalize=normalize, eps=eps
+        q, k, v, None, None, None, decay[0], decay[1], weights, mixes, ranks, ones=True, normalize=normalize, eps=eps
     )
     o, S, z, kept = call.forward(S, z)
     return o, S, z, *kept, decay, weights, mixes
@@ -122,7 +122,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     ranks = ranks_of(sizes, docs, chunk_doc, segment_doc, rows)
     call = Associative(
-        q, k, v, None, None, None, *decay, weights, mixes, ranks, ones=True, normalize=normalize, eps=eps
+        q, k, v, None, None, None, decay[0], decay[1], weights, mixes, ranks, ones=True, normalize=normalize, eps=eps
     )
     d_log_decay = q.new_empty(0)
 
