@@ -977,8 +977,6 @@ class Associative:
             total=total, **self._common, BK=block(k_size), BV=columns, BACK=back,
             ONES=self.ones and (weight is not None or not back), **options,
         )  # fmt: skip
-        if self.ones and back and weight is None:
-            z.zero_()
         return state, z
 
     def forward(self, S: Tensor | None, z: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Kept]:
@@ -1029,6 +1027,7 @@ class Associative:
         if self.normalize:
             weight = into_chunks(-(d_o.float() * o.float()).sum(-1) / kept.seen, ranks)
             d_o = (d_o.float() / kept.seen[..., None]).to(d_o.dtype)
+        ones = self.ones and (self.normalize or d_z is not None)  # else nobody has read z
         wide, gates, total = self.q.dtype == torch.float32, through_gates is not None, torch.empty_like(kept.total)
         make = torch.empty_like if ranks.rows is None else torch.zeros_like
         d_q = make(self.q)
@@ -1050,7 +1049,9 @@ class Associative:
         with on_device(self.q):
             d_states, d_z_states = self._states(self.q, d_o, total, weight, True)
             d_S, product = scan(d_states, kept.total, d_S, self.ranks, kept.states, S_end, wide)
-            if self.ones:
+            if ones:
+                if weight is None:
+                    d_z_states.zero_()
                 d_z, more = scan(d_z_states, kept.total, d_z, self.ranks, kept.z, z_end, wide)
                 product = torch.cat([product, more], -1)
             reads = wide and gates
@@ -1066,7 +1067,7 @@ class Associative:
             if reads:
                 inner = inner.sum(0)
             outs = (inner, far, close, apart) if gates else None
-            d_z_of_values = d_z_states if gates and self.ones else None
+            d_z_of_values = d_z_states if gates and ones else None
             self._walk_back(d_o, o, d_states, d_z_of_values, weight, product, (d_v, d_head_v), outs, None, False)
             if through_gates is not None:
                 d_energy = through_gates(
@@ -1083,9 +1084,9 @@ class Associative:
                         "LOW": wide,
                     }
                 )
-            d_z_of_keys = d_z_states if self.ones else None
+            d_z_of_keys = d_z_states if ones else None
             self._walk_back(d_o, o, d_states, d_z_of_keys, weight, None, (d_k, d_head_x), None, d_energy, True)
-        return d_q, d_k, d_v, d_head_x, d_head_v, d_S, d_z_states if d_z is None else d_z
+        return d_q, d_k, d_v, d_head_x, d_head_v, d_S, torch.zeros_like(z_end) if d_z is None else d_z
 
     def _walk_back(
         self,

@@ -517,7 +517,7 @@ def _energies(q: Tensor, k: Tensor, state: FalconState, mask: Tensor | None, opt
     """falcon3's energies before they are divided by the number of pairs `[N, T, H]`; None where the step sums them itself."""
     if not (options.needs_energy and options.rule.regression and options.window > 1):
         return None
-    (batch, tokens, heads, k_size), few = q.shape, 8
+    (batch, tokens, heads, k_size), few = q.shape, 2
     energies = q.new_empty(batch, tokens, heads, dtype=torch.float32)
     with on_device(q):
         launch(
