@@ -117,7 +117,7 @@ def weigh(
     """Of every slot of the chunk at `at`, `[M, H, W + 3, C]`: P_j0 ... P_{j,W-1}; the decay of whole pairs to the chunk's end; that from
     the chunk's start to what a token reads; and w_j, the product of the last P and its decay to the end.
 
-    mixes: where M goes (pairs are rows; without a window its decays alone), `[M, H, C, C]`, or None. All walks read it: making it
+    strength: None for 1. mixes: where M goes (pairs are rows; without a window its decays alone), `[M, H, C, C]`, or None. All walks read it: making it
     takes them as long as a product.
     """
     e = tl.arange(0, C)
@@ -125,7 +125,10 @@ def weigh(
     p = tl.zeros([C], tl.float32)
     for d in tl.static_range(W):
         p = p * _decay_of(upto, upto_low, at, e + d, LOW, C)
-        p += tl.load(strength + at + e + d, mask=e + d < C, other=0.0)
+        if strength is None:
+            p += tl.where(e + d < C, 1.0, 0.0)
+        else:
+            p += tl.load(strength + at + e + d, mask=e + d < C, other=0.0)
         tl.store(out + d * C, p)
     high, low = _decays(upto, upto_low, at, tl.minimum(e + W - 1, C - 1), LOW)
     end, end_low = _decays(upto, upto_low, at, e * 0 + C - 1, LOW)
@@ -146,7 +149,6 @@ def weigh(
 
 @triton.jit
 def _weigh(
-    strength,
     upto,
     upto_low,
     weights,
@@ -156,7 +158,7 @@ def _weigh(
     LOW: tl.constexpr,
     C: tl.constexpr,
 ):
-    weigh(strength, upto, upto_low, weights, mixes, tl.program_id(0).to(tl.int64) * C, W, AFTER, LOW, C)
+    weigh(None, upto, upto_low, weights, mixes, tl.program_id(0).to(tl.int64) * C, W, AFTER, LOW, C)
 
 
 @triton.jit
@@ -522,6 +524,8 @@ def _walk_back(
 ):
     """Gradients of a segment's values (SWAP: keys), from its end; d_state is the gradient of the state after the segment.
 
+    The last key, and the first value where there is no key before, belong to no pair: theirs are 0.
+
     GATES (of values): also, for this block of value columns, the gradients of P_{j,W-1} (far), of P_jd with d < W - 1 (close,
     `[W - 1, C]` a chunk), what every token reads times its gradient (inner), and the sum of state times gradient at the
     chunk's end (apart); where LOW instead of the last two (inner is given then: the part read from the state) the gradient of
@@ -554,6 +558,13 @@ def _walk_back(
         tile = tl.arange(0, TILES)
         crossing = once * tl.sum(tl.load(product + (q * H + h) * COUNT + tile, mask=tile < COUNT, other=0.0), 0)
     missing = missing_pairs(first, n, SHIFT)
+    if PLAIN and SHIFT:
+        if SWAP:
+            if end * (C - W + 1) >= length:
+                tl.store(out + ((start + length - 1) * H + h) * B + db, db * 0.0, mask=db < B)
+        elif W > 1 and first is None:
+            if begin == 0:
+                tl.store(out + (start * H + h) * B + db, db * 0.0, mask=db < B)
     for step in range(begin, end):
         i = begin + end - 1 - step
         r = i * (C - W + 1) - (W - 1) + e
@@ -870,7 +881,7 @@ def weights_of(q: Tensor, decay: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
     weights, mixes = new_weights(q, ranks, 1)
     with on_device(q):
         launch(
-            _weigh, (ranks.chunks * q.shape[2],), strength=torch.ones_like(decay[0]), upto=decay[0], upto_low=decay[1], weights=weights,
+            _weigh, (ranks.chunks * q.shape[2],), upto=decay[0], upto_low=decay[1], weights=weights,
             mixes=mixes if mixes.numel() else None, W=1, AFTER=1, LOW=q.dtype == torch.float32, C=CHUNK,
         )  # fmt: skip
     return weights, mixes
@@ -984,7 +995,8 @@ class Associative:
         ranks = self.ranks
         plain = torch.empty_like if ranks.rows is None else torch.zeros_like
         o = plain(self.v)
-        seen = self.q.new_ones(self.q.shape[:3] if self.normalize else (0,), dtype=torch.float32)
+        make = self.q.new_empty if ranks.rows is None else self.q.new_ones
+        seen = make(self.q.shape[:3] if self.normalize else (0,), dtype=torch.float32)
         total = self.q.new_empty(ranks.segments, self.heads, dtype=torch.float32)
         with on_device(self.q):
             states, z_states = self._states(self.k, self.v, total, None, False)
@@ -1014,8 +1026,8 @@ class Associative:
         z_end: Tensor,
         kept: Kept,
         through_gates: Callable[[dict[str, Any]], Tensor | None] | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
-        """Gradients of q, k, v, head_x, head_v, S and z.
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]:
+        """Gradients of q, k, v, head_x, head_v, S and z (None: it is 0).
 
         Args:
             through_gates: gets the arguments from which `gradients_of_chunk` makes the gradients of strength and log-decay, and may
@@ -1032,10 +1044,8 @@ class Associative:
         make = torch.empty_like if ranks.rows is None else torch.zeros_like
         d_q = make(self.q)
         d_k, d_v = (make(x) if ranks.docs is None else torch.zeros_like(x) for x in (self.k, self.v))
-        if self.shift and ranks.docs is None:  # the last key belongs to no pair
-            d_k[:, -1] = 0
-            if self.window > 1:  # nor does the first value without a key before it
-                d_v[:, 0] = 0
+        if self.shift and ranks.docs is None and self.window > 1 and self.first is not None:
+            d_v[:, 0] = 0  # without a key before it, it belongs to no pair
         d_head_x, d_head_v = (None if x is None else torch.zeros_like(x) for x in (self.head_x, self.head_v))
         of_values, of_keys = (
             parts(size, cut(kind, other, size, self.k)[0])
@@ -1086,7 +1096,7 @@ class Associative:
                 )
             d_z_of_keys = d_z_states if ones else None
             self._walk_back(d_o, o, d_states, d_z_of_keys, weight, None, (d_k, d_head_x), None, d_energy, True)
-        return d_q, d_k, d_v, d_head_x, d_head_v, d_S, torch.zeros_like(z_end) if d_z is None else d_z
+        return d_q, d_k, d_v, d_head_x, d_head_v, d_S, d_z if ones else None
 
     def _walk_back(
         self,

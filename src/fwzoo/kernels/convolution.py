@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .contract import may_overwrite_states
 from .gpu import block, custom, launch, of_chunk, on_device, read, row_of, tables
+from .plans import planned
 from .ranks import Ranks, ranks_of
 
 NORMS = {None: 0, "rms": 1, "l2": 2}
@@ -242,13 +243,13 @@ def _forward(
     return y0, y1, y2
 
 
-def _backward(
+@planned
+def _gradients(
     d_y0: Tensor, d_y1: Tensor, d_y2: Tensor, x0: Tensor, x1: Tensor | None, x2: Tensor | None, weight: Tensor, past: Tensor | None,
     docs: Tensor | None, chunk_doc: Tensor | None, rows: Tensor | None, sizes: list[int], norm: int, normed: int, head: int, eps: float,
-    y0: Tensor, y1: Tensor, y2: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     ranks, xs = ranks_of(sizes, docs, chunk_doc, None, rows), (x0, x1, x2)
-    d_ys = [None if x is None else d_y.contiguous() for x, d_y in zip(xs, (d_y0, d_y1, d_y2), strict=True)]
+    d_ys = [None if x is None else d_y for x, d_y in zip(xs, (d_y0, d_y1, d_y2), strict=True)]
     make = torch.empty_like if rows is None else torch.zeros_like
     d_xs = [None if x is None else make(x) for x in xs]
     d_past = x0.new_empty(0) if past is None else torch.zeros_like(past)
@@ -265,7 +266,19 @@ def _backward(
             BW=block(weight.shape[1]), num_warps=4,
         )  # fmt: skip
     d_x0, d_x1, d_x2 = (x0.new_empty(0) if d_x is None else d_x for d_x in d_xs)
-    return d_x0, d_x1, d_x2, parts.sum(0).to(weight.dtype), d_past
+    return d_x0, d_x1, d_x2, parts, d_past
+
+
+def _backward(
+    d_y0: Tensor, d_y1: Tensor, d_y2: Tensor, x0: Tensor, x1: Tensor | None, x2: Tensor | None, weight: Tensor, past: Tensor | None,
+    docs: Tensor | None, chunk_doc: Tensor | None, rows: Tensor | None, sizes: list[int], norm: int, normed: int, head: int, eps: float,
+    y0: Tensor, y1: Tensor, y2: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    d_ys = (d_y.contiguous() for d_y in (d_y0, d_y1, d_y2))
+    *d_xs, parts, d_past = _gradients(
+        *d_ys, x0, x1, x2, weight, past, docs, chunk_doc, rows, sizes, norm, normed, head, eps
+    )
+    return *d_xs, parts.sum(0).to(weight.dtype), d_past
 
 
 def _like(x: Tensor | None, first: Tensor) -> Tensor:
@@ -274,7 +287,7 @@ def _like(x: Tensor | None, first: Tensor) -> Tensor:
 
 _convolution = custom(
     "convolution",
-    _forward,
+    planned(_forward),
     _backward,
     lambda *arguments: tuple(_like(x, arguments[0]) for x in arguments[:3]),
     lambda *arguments: tuple(_like(x, arguments[3]) for x in arguments[3:8]),

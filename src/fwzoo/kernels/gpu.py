@@ -7,6 +7,7 @@ because its 16-bit arithmetic is not right. Kernels read strides from shapes: ev
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -16,10 +17,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 from triton import knobs
 
 from .contract import INTERPRETING
+from .plans import note_launch
 from .ranks import CHUNK, Ranks
 
 INTERPRET = tl.constexpr(INTERPRETING)
@@ -63,15 +65,36 @@ def _parameters(kernel: Any) -> _Parameters:
     return _Parameters(kernel.arg_names, operator.itemgetter(*constants), others, places)
 
 
+class _Interpreted:
+    """What a compiled kernel is for `plans`, of one that the interpreter runs: tensors are found again by their addresses."""
+
+    function, packed_metadata = None, ()
+
+    def __init__(self, kernel: Any, values: list[Any], options: dict[str, int]) -> None:
+        self._kernel, self._options = kernel, options
+        self._like = [x if isinstance(x, Tensor) and x.numel() else None for x in values]
+
+    def run(self, x: int, y: int, z: int, *more: Any) -> None:
+        values = list(more[6:])
+        for place, like in enumerate(self._like):
+            if like is not None:
+                data = (ctypes.c_byte * (like.numel() * like.element_size())).from_address(values[place])
+                values[place] = torch.frombuffer(data, dtype=like.dtype).view(like.shape)
+        self._kernel[x, y, z](*values, **self._options)
+
+
 def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
     """`kernel[grid](**arguments)`, but what was compiled is found and started by fewer steps: Triton's own take 50 microseconds.
 
     The first argument is a tensor, on the current device. Arguments that the kernel has no parameter for are left out, but for
     num_warps and num_stages.
     """
-    options = {name: arguments[name] for name in ("num_warps", "num_stages") if name in arguments}
+    options: dict[str, Any] = {name: arguments[name] for name in ("num_warps", "num_stages") if name in arguments}
     if INTERPRETING:
-        kernel[grid](*map(arguments.get, kernel.arg_names), **options)
+        values = list(map(arguments.get, kernel.arg_names))
+        with _disable_current_modes():  # what the interpreter does with torch is no part of the call
+            kernel[grid](*values, **options)
+        note_launch((*grid, 1, 1)[:3], _Interpreted(kernel, values, options), values)
         return
     parameters = _PARAMETERS.get(id(kernel))
     if parameters is None:
@@ -89,11 +112,12 @@ def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
     whole_key = (device, parameters.constants(given), *key)
     compiled = _COMPILED.get(whole_key)
     if compiled is None or knobs.runtime.launch_enter_hook.calls:
-        _COMPILED[whole_key] = kernel[grid](*given, **options)
-        return
-    x, y, z = (*grid, 1, 1)[:3]
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *addresses)
+        compiled = _COMPILED[whole_key] = kernel[grid](*given, **options)
+    else:
+        x, y, z = (*grid, 1, 1)[:3]
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *addresses)
+    note_launch((*grid, 1, 1)[:3], compiled, given)
 
 
 _LIBRARIES: dict[str, torch.library.Library] = {}

@@ -11,6 +11,7 @@ from .. import step
 from ..associative import Associative, Kept, new_weights, segment_length
 from ..contract import few_tokens
 from ..gpu import custom
+from ..plans import planned
 from ..ranks import CHUNK, Ranks, make_ranks, ranks_of
 from .columns import Columns
 from .delta import regression
@@ -245,7 +246,7 @@ def _fake_backward(d_o: Any, d_S: Any, *arguments: Any) -> tuple[Tensor, ...]:
 
 
 _associative = custom(
-    "associative", _forward, _backward, _fake_forward, _fake_backward, outputs=2, inputs=range(8), module=__name__,
+    "associative", planned(_forward), planned(_backward), _fake_forward, _fake_backward, outputs=2, inputs=range(8), module=__name__,
     materialize=False,
 )  # fmt: skip
 

@@ -11,6 +11,7 @@ from .. import step
 from ..associative import Associative, Kept, gate_gradients, new_weights, segment_length, weights_of
 from ..contract import few_tokens
 from ..gpu import custom, out_of_chunks, prefix
+from ..plans import planned
 from ..ranks import CHUNK, make_ranks, ranks_of
 from .reference import LinearAttentionState, started
 
@@ -141,7 +142,9 @@ def _backward(
         Kept(states, z_states, total, seen),
         None if log_decay is None else through_gates,
     )
-    of_state = (q.new_empty(0) if given is None else x for given, x in ((S, d_S), (z, d_z)))
+    if z is not None and d_z is None:
+        d_z = torch.zeros_like(z)
+    of_state = (q.new_empty(0) if given is None or x is None else x for given, x in ((S, d_S), (z, d_z)))
     return d_q, d_k, d_v, d_log_decay, *of_state
 
 
@@ -151,6 +154,6 @@ def _fake_backward(d_o: Any, d_S: Any, d_z: Any, *arguments: Any) -> tuple[Tenso
 
 
 _linear_attention = custom(
-    "linear_attention", _forward, _backward, _fake_forward, _fake_backward, outputs=3, inputs=range(6), module=__name__,
+    "linear_attention", planned(_forward), planned(_backward), _fake_forward, _fake_backward, outputs=3, inputs=range(6), module=__name__,
     materialize=False,
 )  # fmt: skip
