@@ -83,7 +83,7 @@ def _top_eigenvalues(
     rows,
     T,
     NC,
-    H: tl.constexpr,
+    H,
     K: tl.constexpr,
     BK: tl.constexpr,
     W: tl.constexpr,
@@ -392,7 +392,6 @@ def _options(options: Options) -> dict[str, Any]:
         "DIVIDE": options.step == "beta",
         "COUPLED": options.scale_coupled,
         "W": options.window,
-        "SHIFT": int(options.shifted),
         "AFTER": int(options.read_after_write),
     }
 
@@ -426,7 +425,7 @@ def gates(
     shape = (ranks.chunks, heads, CHUNK)
     out = k.new_empty(4, *shape, dtype=torch.float32)
     vector = k.new_empty(0, dtype=torch.float32)
-    sizes = {"H": heads, "K": k_size, "BK": block(k_size)}
+    sizes = {"H": heads, "K": k_size, "BK": block(k_size), "SHIFT": int(options.shifted)}
     energy = int(options.needs_energy)
     with on_device(k):
         if energy and _top(options):
@@ -434,10 +433,9 @@ def gates(
             vector = k.new_empty(ranks.batch * ranks.tokens, heads, options.window, dtype=torch.float32)
             width = 1 << (options.window - 1).bit_length()
             few = 16 if width > 4 else 32
-            launch(
-                _top_eigenvalues, (ranks.chunks * heads, CHUNK // few), k=k, head_x=head_x, energy=out[3], vector=vector,
-                **tables(ranks), **sizes, W=options.window, SHIFT=int(options.shifted), BW=width, ROWS=few,
-            )  # fmt: skip
+            _top_eigenvalues[(ranks.chunks * heads, CHUNK // few)](
+                k, head_x, out[3], vector, **tables(ranks), **sizes, W=options.window, BW=width, ROWS=few
+            )
         launch(
             _gates,
             (ranks.chunks * heads,),
@@ -501,6 +499,7 @@ def inputs_backward(
             **tables(ranks),
             **_options(options),
             H=heads,
+            SHIFT=int(options.shifted),
             eps=options.eps,
             decay_floor=options.decay_floor,
             ENERGY=int(options.needs_energy),
