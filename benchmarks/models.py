@@ -36,6 +36,7 @@ from fwzoo.registry import architectures
 VOCABULARY, WIDTH, LAYERS, TOKENS_A_STEP = 32000, 768, 12, 32768
 SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_hidden_layers": LAYERS}
 PEERS = ("llama", "fla-gated-deltanet")
+TOGETHER = 5  # models that are prepared for training at the same time: each takes some 20 GiB
 MAYBE_EAGER = ("fla-gated-deltanet",)  # whose kernels torch.compile does not see into
 READY = "ready"
 BARS = {"train T=1024": ("llama", 0.95), "train T=8192": ("fla-gated-deltanet", 1.4), "generate": ("llama", 8.0)}
@@ -195,7 +196,8 @@ def work(name: str, what: str, options: argparse.Namespace) -> None:
     os.dup2(2, 1)
     kind, *words = what.split()
     if kind == "train":
-        measure = train(name, int(words[0].removeprefix("T=")), words[1] == "compiled", options)
+        with peers.turn(TOGETHER):
+            measure = train(name, int(words[0].removeprefix("T=")), words[1] == "compiled", options)
     else:
         measure = decode(name, options)
     if peers.SHARE in os.environ:

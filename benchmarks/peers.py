@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import functools
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
@@ -81,6 +82,20 @@ def preparing() -> Iterator[None]:
 def measuring() -> Iterator[None]:
     """Within this context no other benchmark prepares or measures on this machine."""
     with _locked(fcntl.LOCK_EX):
+        yield
+
+
+@contextlib.contextmanager
+def turn(places: int) -> Iterator[None]:
+    """Within this context there are at most so many processes on this machine."""
+    with contextlib.ExitStack() as stack:
+        names = [f"fwzoo-benchmarks-{place}.lock" for place in range(places)]
+        files = [stack.enter_context(open(Path(tempfile.gettempdir()) / name, "w")) for name in names]
+        for file in itertools.cycle(files):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.1)
         yield
 
 

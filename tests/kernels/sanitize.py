@@ -42,7 +42,7 @@ def convolutions() -> None:
     mask = torch.rand(1, 70, device="cuda") > 0.3
     for holes, bounds in ((None, None), (mask, [0, 30, 70])):
         past = torch.randn(1 if bounds is None else 2, 3, 64, device="cuda", requires_grad=True)
-        y = convolution(x, weight, past, make_ranks(x, holes, bounds), head=32, norm="rms", eps=1e-6)
+        (y,) = convolution([x], weight, past, make_ranks(x, holes, bounds), head=32, norms=["rms"], eps=1e-6)
         torch.autograd.grad(y.square().sum(), [x, weight, past])
     options: dict[str, Any] = {"heads": [32, 16, 16], "norms": ["l2", "rms", None], "eps": 1e-6}
     with torch.no_grad():

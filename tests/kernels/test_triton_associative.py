@@ -156,6 +156,51 @@ def test_sixteen_bit(name: str) -> None:
 
 
 @triton
+@pytest.mark.parametrize("name", ["falcon3a"])
+def test_no_state_is_the_empty_state(name: str) -> None:
+    """Where documents begin, no state is read: the same bits as with one of zeros."""
+    arguments = {key: x.float().to(DEVICE) for key, x in draw(name, batch=2, tokens=70, heads=1).items()}
+    empty = falcon(**{key: x[:, :0] for key, x in arguments.items()}, rule=name)[1]
+    results = []
+    for state in (None, empty):
+        leaves = {key: x.clone().requires_grad_() for key, x in arguments.items()}
+        o, new = falcon(**leaves, rule=name, state=state, level="triton")
+        results.append([o, *new, *torch.autograd.grad(o.square().sum() + new.S.sum(), list(leaves.values()))])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@triton
+@pytest.mark.parametrize("name", ["falcon3a", "linear_attention unnormalised"])
+def test_a_planned_call_gives_the_same_bits(name: str, monkeypatch: Any) -> None:
+    """The third call of a shape goes by a plan; so does one in which two arguments are one tensor."""
+    from fwzoo.kernels import plans
+
+    monkeypatch.setattr(plans, "_plans", {})
+    operator = falcon if name in RULES else linear_attention
+    for turn in ("first", "recorded", "planned", "one tensor"):
+        arguments = {key: x.bfloat16() for key, x in draw(name, batch=1, tokens=70, heads=1).items()}
+        arguments = {key: (x if key in "qkv" else x.float()).to(DEVICE) for key, x in arguments.items()}
+        if turn == "one tensor":
+            arguments["q"] = arguments["k"]
+        upstream = torch.randn(arguments["v"].shape, device=DEVICE)
+
+        def results(arguments: dict[str, Tensor] = arguments, upstream: Tensor = upstream) -> list[Tensor]:
+            leaves = {key: x.detach().requires_grad_() for key, x in arguments.items()}
+            o, new = operator(**leaves, **options_of(name)[1], level="triton")
+            return [o, new.S, *torch.autograd.grad(o, list(leaves.values()), upstream.to(o.dtype))]
+
+        found = results()
+        if turn == "planned":
+            assert [type(plan) for plan in plans._plans.values()] == [plans.Plan, plans.Plan]
+        kept = dict(plans._plans)
+        plans._plans.clear()
+        expected = results()
+        plans._plans.clear()
+        plans._plans.update(kept)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)), turn
+
+
+@triton
 @pytest.mark.parametrize("name", RULES)
 def test_a_wrong_decay_fails_the_comparison(name: str) -> None:
     """The comparison of this file can fail: one decay of one token is left out."""

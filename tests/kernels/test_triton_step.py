@@ -48,6 +48,14 @@ def started(rule: Options, known: str) -> FalconState:
     return state
 
 
+@pytest.fixture
+def many(monkeypatch: Any) -> None:
+    """A program goes through all columns of a head, as where there are many heads."""
+    from fwzoo.kernels import step
+
+    monkeypatch.setattr(step, "MANY", 1)
+
+
 def results(o: Tensor, state: FalconState) -> dict[str, Tensor]:
     return {"o": o} | {name: x.float() for name, x in state._asdict().items()}
 
@@ -69,6 +77,7 @@ def test_tokens_equal_the_loop(rule: str, known: str) -> None:
 
 # where they are compiled, those that have a path of their own in the kernel
 @pytest.mark.parametrize("rule", RULES if DEVICE == "cpu" else ["falcon2", "falcon3", "falcon3a"])
+@pytest.mark.usefixtures("many")
 def test_every_option(rule: str) -> None:
     other = {"shifted": False, "read_after_write": False, "step": "eta", "scale_coupled": True}
     for changes in ({name: value} for name, value in other.items()):
@@ -79,6 +88,7 @@ def test_every_option(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", RULES if DEVICE == "cpu" else ["falcon1", "falcon3a"])
 @pytest.mark.parametrize("shifted", [True, False])
+@pytest.mark.usefixtures("many")
 def test_a_masked_token_does_nothing_whatever_it_holds(rule: str, shifted: bool) -> None:
     chosen = options(rule, shifted=shifted)
     inputs = call(chosen, 1)
@@ -121,6 +131,7 @@ def test_the_gated_delta_rule_and_a_wrong_variant() -> None:
 
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("decayed", [True, False])
+@pytest.mark.usefixtures("many")
 def test_linear_attention_and_its_normaliser(normalize: bool, decayed: bool) -> None:
     q, k, v, _, _ = call(options("falcon1"), 3)
     q, k, log_decay = q.abs(), k.abs(), -torch.rand(N, 3, H, device=DEVICE) if decayed else None

@@ -37,6 +37,7 @@ from .gpu import (
     into_chunks,
     key_pointers,
     launch,
+    missing_pairs,
     of_chunk,
     on_device,
     parts,
@@ -101,26 +102,33 @@ def _parts(weights, apart, e, W: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _weigh(
+def weigh(
     strength,
     upto,
     upto_low,
     weights,
+    mixes,
+    at,
     W: tl.constexpr,
     AFTER: tl.constexpr,
     LOW: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Of every slot of a chunk, `[M, H, W + 3, C]`: P_j0 ... P_{j,W-1}; the decay of whole pairs to the chunk's end; that from the
-    chunk's start to what a token reads; and w_j, the product of the last P and its decay to the end.
+    """Of every slot of the chunk at `at`, `[M, H, W + 3, C]`: P_j0 ... P_{j,W-1}; the decay of whole pairs to the chunk's end; that from
+    the chunk's start to what a token reads; and w_j, the product of the last P and its decay to the end.
+
+    strength: None for 1. mixes: where M goes (pairs are rows; without a window its decays alone), `[M, H, C, C]`, or None. All walks read it: making it
+    takes them as long as a product.
     """
-    at = tl.program_id(0).to(tl.int64) * C
     e = tl.arange(0, C)
     out = weights + at * (W + 3) + e
     p = tl.zeros([C], tl.float32)
     for d in tl.static_range(W):
         p = p * _decay_of(upto, upto_low, at, e + d, LOW, C)
-        p += tl.load(strength + at + e + d, mask=e + d < C, other=0.0)
+        if strength is None:
+            p += tl.where(e + d < C, 1.0, 0.0)
+        else:
+            p += tl.load(strength + at + e + d, mask=e + d < C, other=0.0)
         tl.store(out + d * C, p)
     high, low = _decays(upto, upto_low, at, tl.minimum(e + W - 1, C - 1), LOW)
     end, end_low = _decays(upto, upto_low, at, e * 0 + C - 1, LOW)
@@ -129,6 +137,28 @@ def _weigh(
     high, low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
     tl.store(out + (W + 1) * C, tl.exp(high + low))
     tl.store(out + (W + 2) * C, p * to_end)
+    if mixes is not None:
+        tl.debug_barrier()  # slots are read again by other threads
+        s_high, s_low = _decays(upto, upto_low, at, tl.minimum(e + W - 1, C - 1), LOW)
+        distance = e[None, :] - (1 - AFTER) - e[:, None]
+        mix = _decay(high[None, :], low[None, :], s_high[:, None], s_low[:, None], distance, LOW)
+        if W > 1:
+            mix *= _parts(weights + at * (W + 3), distance, e, W, C)
+        tl.store(mixes + at * C + e[:, None] * C + e[None, :], mix.to(mixes.dtype.element_ty))
+
+
+@triton.jit
+def _weigh(
+    upto,
+    upto_low,
+    weights,
+    mixes,
+    W: tl.constexpr,
+    AFTER: tl.constexpr,
+    LOW: tl.constexpr,
+    C: tl.constexpr,
+):
+    weigh(None, upto, upto_low, weights, mixes, tl.program_id(0).to(tl.int64) * C, W, AFTER, LOW, C)
 
 
 @triton.jit
@@ -143,9 +173,9 @@ def _decay_of(upto, upto_low, at, slot, LOW: tl.constexpr, C: tl.constexpr):
 @triton.jit(do_not_specialize=FIXED)
 def _segment_states(
     left,
-    head_left,
+    head_x,
     right,
-    head_right,
+    head_v,
     first,
     weights,
     upto,
@@ -161,7 +191,7 @@ def _segment_states(
     NC,
     NS,
     SEG,
-    H,
+    H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
@@ -184,7 +214,7 @@ def _segment_states(
     S = tl.zeros([BK, BV], tl.float32)
     own_z = tl.zeros([BK], tl.float32)
     sum_u = tl.zeros([1], tl.float32)
-    missing = tl.load(first + n)
+    missing = missing_pairs(first, n, SHIFT)
     for step in range(begin, end):
         i = step
         if BACK:
@@ -201,8 +231,8 @@ def _segment_states(
             lp, rp, lok, rok = left + row * K, right + row * V, ok, ok
             w = tl.load(weights + at * (W + 3) + (W + 1) * C + e)
         else:
-            lp, lok = key_pointers(left, head_left, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
-            rp, rok = value_pointers(right, head_right, rows, n, start, length, missing, h, r, H, V, W, SHIFT, MASKED)
+            lp, lok = key_pointers(left, head_x, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
+            rp, rok = value_pointers(right, head_v, rows, n, start, length, missing, h, r, H, V, W, SHIFT, MASKED)
             w = tl.load(weights + at * (W + 3) + (W + 2) * C + e)
         x = read(lp[:, None] + dk[None, :], lok[:, None] & (dk < K)[None, :])
         y = read(rp[:, None] + dv[None, :], rok[:, None] & (dv < V)[None, :])
@@ -233,7 +263,7 @@ def _scan(
     product,
     docs,
     NS,
-    H,
+    H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     ROWS: tl.constexpr,
@@ -259,7 +289,9 @@ def _scan(
         begin, end = n * NS, n * NS + NS
     else:
         begin, end = tl.load(docs + 4 * n + 3), tl.load(docs + 4 * n + 7)
-    S = tl.load(initial + (n * H + h) * K * V + d, mask=inside, other=0.0).to(tl.float32)
+    S = tl.zeros([ROWS, BV], tl.float32)
+    if initial is not None:
+        S += tl.load(initial + (n * H + h) * K * V + d, mask=inside, other=0.0).to(tl.float32)
     after = tl.zeros([ROWS, BV], tl.float32)
     if PRODUCT and not SINGLE:
         after = tl.load(other_final + (n * H + h) * K * V + d, mask=inside, other=0.0)
@@ -306,6 +338,7 @@ def _walk(
     d_o,
     first,
     weights,
+    mixes,
     upto,
     upto_low,
     state,
@@ -324,7 +357,7 @@ def _walk(
     SEG,
     M,
     NIL,
-    H,
+    H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BA: tl.constexpr,
@@ -367,7 +400,7 @@ def _walk(
         dn, count = db, B
     if ONES:
         sum_x = tl.load(z + (q * H + h) * K + dn, mask=dn < count, other=0.0)
-    missing = tl.load(first + n)
+    missing = missing_pairs(first, n, SHIFT)
     for i in range(begin, end):
         r = i * (C - W + 1) - (W - 1) + e
         at = ((chunk + i) * H + h) * C
@@ -402,16 +435,21 @@ def _walk(
         given = (tl.trans(value).to(tl.float32) * give[None, :]).to(value.dtype)
         S = S * kept + dot(given, pair)
         scores = dot(pair, tl.trans(ask))
-        high, low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
-        s_high, s_low = _decays(upto, upto_low, at, tl.minimum(e + W - 1, C - 1), LOW)
-        now = e
-        if W > 1:  # NIL is 0, unknown to the compiler: no table of comparisons is kept in registers over the loop
-            now = e + (NIL * i).to(tl.int32)
         if ONES and SWAP:
             scores += one[None, :]
-        distance = now[None, :] - (1 - AFTER) - e[:, None]
-        scores *= _decay(high[None, :], low[None, :], s_high[:, None], s_low[:, None], distance, LOW)
-        p = scores * _parts(own_weights, distance, e, W, C)
+        if mixes is not None:
+            p = scores * read(mixes + at * C + e[:, None] * C + e[None, :], (e >= 0)[:, None])
+            if W == 1:
+                p *= tl.load(own_weights + e)[:, None]
+        else:
+            high, low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
+            s_high, s_low = _decays(upto, upto_low, at, tl.minimum(e + W - 1, C - 1), LOW)
+            now = e
+            if W > 1:  # NIL is 0, unknown to the compiler: no table of comparisons is kept in registers over the loop
+                now = e + (NIL * i).to(tl.int32)
+            distance = now[None, :] - (1 - AFTER) - e[:, None]
+            scores *= _decay(high[None, :], low[None, :], s_high[:, None], s_low[:, None], distance, LOW)
+            p = scores * _parts(own_weights, distance, e, W, C)
         found += dot(tl.trans(value), p.to(value.dtype))
         if NORMALIZE:
             from_start = tl.load(own_weights + (W + 1) * C + e)
@@ -439,6 +477,7 @@ def _walk_back(
     o,
     first,
     weights,
+    mixes,
     upto,
     upto_low,
     d_state,
@@ -463,7 +502,7 @@ def _walk_back(
     SEG,
     M,
     NIL,
-    H,
+    H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BA: tl.constexpr,
@@ -475,6 +514,8 @@ def _walk_back(
     ONES: tl.constexpr,
     NORMALIZE: tl.constexpr,
     GATES: tl.constexpr,
+    COUNT: tl.constexpr,
+    TILES: tl.constexpr,
     ENERGY: tl.constexpr,
     LOW: tl.constexpr,
     PLAIN: tl.constexpr,
@@ -482,6 +523,8 @@ def _walk_back(
     C: tl.constexpr,
 ):
     """Gradients of a segment's values (SWAP: keys), from its end; d_state is the gradient of the state after the segment.
+
+    The last key, and the first value where there is no key before, belong to no pair: theirs are 0.
 
     GATES (of values): also, for this block of value columns, the gradients of P_{j,W-1} (far), of P_jd with d < W - 1 (close,
     `[W - 1, C]` a chunk), what every token reads times its gradient (inner), and the sum of state times gradient at the
@@ -512,8 +555,16 @@ def _walk_back(
     once = tl.where(part == 0, 1.0, 0.0)  # what does not belong to a block of columns
     crossing = once * 0.0
     if GATES:
-        crossing = once * tl.load(product + q * H + h)
-    missing = tl.load(first + n)
+        tile = tl.arange(0, TILES)
+        crossing = once * tl.sum(tl.load(product + (q * H + h) * COUNT + tile, mask=tile < COUNT, other=0.0), 0)
+    missing = missing_pairs(first, n, SHIFT)
+    if PLAIN and SHIFT:
+        if SWAP:
+            if end * (C - W + 1) >= length:
+                tl.store(out + ((start + length - 1) * H + h) * B + db, db * 0.0, mask=db < B)
+        elif W > 1 and first is None:
+            if begin == 0:
+                tl.store(out + (start * H + h) * B + db, db * 0.0, mask=db < B)
     for step in range(begin, end):
         i = begin + end - 1 - step
         r = i * (C - W + 1) - (W - 1) + e
@@ -530,78 +581,80 @@ def _walk_back(
             pair = read(xp[:, None] + da[None, :], xok[:, None] & in_a)
             ask = read(query + row[:, None] * A + da[None, :], token[:, None] & in_a)
             value = read(d_o + row[:, None] * B + db[None, :], token[:, None] & in_b)
-        s_high, s_low = _decays(upto, upto_low, at, tl.minimum(e + W - 1, C - 1), LOW)
         full = tl.load(weights + at * (W + 3) + (W - 1) * C + e)
-        high, low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
         u_end = tl.load(upto + at + C - 1)
         low_end = u_end * 0.0
         if LOW:
             low_end = tl.load(upto_low + at + C - 1)
         to_end = tl.load(weights + at * (W + 3) + W * C + e)
         scores = dot(pair, tl.trans(ask))
-        carried = dot(pair, dS.to(pair.dtype))
         if ONES and SWAP:
             scores += tl.load(weight + at + e)[None, :]
-            carried += dz[None, :]
-        now = e
-        if W > 1:  # as in `_walk`
-            now = e + (NIL * i).to(tl.int32)
-        distance = now[None, :] - (1 - AFTER) - e[:, None]
-        decay = _decay(high[None, :], low[None, :], s_high[:, None], s_low[:, None], distance, LOW)
-        if GATES and not LOW:
-            # the gradient of P_{j,W-1} is the product of the pair with what P_{j,W-1} multiplies
-            far_scores = scores * decay
-            if W > 1:
-                far_scores = tl.where(distance >= W - 1, far_scores, 0.0)
-            found = to_end[:, None] * carried + dot(far_scores.to(pair.dtype), value)
-            y = read(vp[:, None] + db[None, :], vok[:, None] & in_b).to(tl.float32)
-            d_full = tl.sum(y * found, 1)
+        if mixes is not None:
+            p = scores * read(mixes + at * C + e[:, None] * C + e[None, :], (e >= 0)[:, None])
+        if mixes is not None and W == 1:
+            scores = p
+        elif mixes is None or GATES:
+            s_high, s_low = _decays(upto, upto_low, at, tl.minimum(e + W - 1, C - 1), LOW)
+            high, low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
+            now = e
+            if W > 1:  # as in `_walk`
+                now = e + (NIL * i).to(tl.int32)
+            distance = now[None, :] - (1 - AFTER) - e[:, None]
+            scores *= _decay(high[None, :], low[None, :], s_high[:, None], s_low[:, None], distance, LOW)
+        slot = part * M * H * C + at + e
+        if GATES and (LOW or W > 1):
+            # the gradient of P_jd: products of pairs that are d apart, undecayed there; of P_{j,W-1}: those of all far ones
+            y = read(vp[:, None] + db[None, :], vok[:, None] & in_b)
+            pull = dot(y, tl.trans(value))
             if ONES:
-                d_full += once * tl.sum(far_scores * tl.load(weight + at + e)[None, :], 1)
-                d_full += once * to_end * tl.sum(pair.to(tl.float32) * dz[None, :], 1)
-            found *= full[:, None]
-            given = tl.sum(d_full * full, 0)
+                pull += once * tl.load(weight + at + e)[None, :]
+            pull *= scores
+            given = crossing * 0.0
             for d in tl.static_range(W - 1):
-                after = e + (d + 1 - AFTER)
-                ok = (after < C) & (after >= W - 1) & (r + (d + 1 - AFTER) < length)
-                asks = row_of(rows, start, r + (d + 1 - AFTER), ok, MASKED) * H + h
-                g = read(d_o + asks[:, None] * B + db[None, :], ok[:, None] & in_b).to(tl.float32)
-                p = tl.load(weights + at * (W + 3) + d * C + e)
-                product_jd = tl.sum(tl.where(distance == d, scores, 0.0), 1)
-                near = product_jd * tl.sum(y * g, 1)
+                near = tl.sum(tl.where(distance == d, pull, 0.0), 1)
                 tl.store(close + (part * M * H * C + at) * (W - 1) + d * C + e, near)
-                given += tl.sum(p * near, 0)
-                found += (p * product_jd)[:, None] * g
+                given += tl.sum(tl.load(weights + at * (W + 3) + d * C + e) * near, 0)
+            if W > 1:
+                pull = tl.where(distance >= W - 1, pull, 0.0)
+            d_full = tl.sum(pull, 1)
+        carried = dot(pair, dS.to(pair.dtype))
+        if ONES and SWAP:
+            carried += dz[None, :]
+        if GATES and W == 1 and not LOW:
+            # the same as the product of the pair with what P_{j,W-1} multiplies
+            found = to_end[:, None] * carried + dot(scores.to(pair.dtype), value)
+            d_full = tl.sum(read(vp[:, None] + db[None, :], vok[:, None] & in_b).to(tl.float32) * found, 1)
+            if ONES:
+                d_full += once * tl.sum(scores * tl.load(weight + at + e)[None, :], 1)
+                d_full += once * to_end * tl.sum(pair.to(tl.float32) * dz[None, :], 1)
+            given = tl.sum(d_full * full, 0)
+            found *= full[:, None]
+        else:
+            if W == 1:
+                p = scores * full[:, None]
+            elif mixes is None:
+                p = scores * _parts(weights + at * (W + 3), distance, e, W, C)
+            found = (full * to_end)[:, None] * carried + dot(p.to(pair.dtype), value)
+            if GATES:
+                written = tl.sum(y.to(tl.float32) * carried, 1)
+                if ONES:
+                    written += once * tl.sum(pair.to(tl.float32) * dz[None, :], 1)
+                written *= to_end
+                d_full += written
+                given += tl.sum(d_full * full, 0)
+        if GATES:
+            tl.store(far + slot, d_full)
+        if GATES and not LOW:
             if NORMALIZE:
                 reads = -eps * once * tl.load(weight + at + e)
             else:
                 answer = read(o + row[:, None] * B + db[None, :], token[:, None] & in_b).to(tl.float32)
                 reads = tl.sum(answer * value.to(tl.float32), 1)
-            slot = part * M * H * C + at + e
             tl.store(inner + slot, reads)
-            tl.store(far + slot, d_full)
             tl.store(apart + slot, crossing + tl.zeros([C], tl.float32))
             crossing += tl.sum(reads, 0) - given
-        else:
-            mix = decay * _parts(weights + at * (W + 3), distance, e, W, C)
-            found = (full * to_end)[:, None] * carried + dot((scores * mix).to(pair.dtype), value)
         if GATES and LOW:
-            y = read(vp[:, None] + db[None, :], vok[:, None] & in_b)
-            pull = dot(y, tl.trans(value))
-            written = tl.sum(y * carried, 1)
-            if ONES:
-                pull += once * tl.load(weight + at + e)[None, :]
-                written += once * tl.sum(pair * dz[None, :], 1)
-            pull *= scores
-            for d in tl.static_range(W - 1):
-                near = tl.sum(tl.where(distance == d, pull, 0.0), 1)
-                tl.store(close + (part * M * H * C + at) * (W - 1) + d * C + e, near)
-            pull *= decay
-            if W > 1:
-                pull = tl.where(distance >= W - 1, pull, 0.0)
-            written *= to_end
-            slot = part * M * H * C + at + e
-            tl.store(far + slot, tl.sum(pull, 1) + written)
             # token r decays what earlier tokens wrote, for later ones to read
             reads = once * tl.load(inner + at + e)
             earlier = e[None, :] + W - 1 < e[:, None]
@@ -637,8 +690,7 @@ def _walk_back(
 
 
 @triton.jit
-def _gate_gradients(
-    strength,
+def gradients_of_chunk(
     upto,
     upto_low,
     weights,
@@ -646,8 +698,7 @@ def _gate_gradients(
     far,
     close,
     apart,
-    d_strength,
-    d_log_decay,
+    at,
     size,
     PARTS: tl.constexpr,
     W: tl.constexpr,
@@ -655,8 +706,7 @@ def _gate_gradients(
     LOW: tl.constexpr,
     C: tl.constexpr,
 ):
-    """From the gradients of P, and products of the walks, to those of strength and log-decay of every token of a chunk."""
-    at = tl.program_id(0).to(tl.int64) * C
+    """From the gradients of P, and products of the walks, to those of strength and log-decay of every token of the chunk at `at`."""
     e = tl.arange(0, C)
     d_c = tl.zeros([C], tl.float32)
     d_u = tl.zeros([C], tl.float32)
@@ -697,8 +747,29 @@ def _gate_gradients(
         if back > 0:
             before = tl.load(weights + at * (W + 3) + (back - 1) * C + j, mask=j >= 0, other=0.0)
             d_u += grad * before * _decay_of(upto, upto_low, at, e, LOW, C)
-    tl.store(d_strength + at + e, d_c)
-    tl.store(d_log_decay + at + e, d_u)
+    return d_c, d_u
+
+
+@triton.jit
+def _gate_gradients(
+    upto,
+    upto_low,
+    weights,
+    inner,
+    far,
+    close,
+    apart,
+    d_log_decay,
+    size,
+    PARTS: tl.constexpr,
+    W: tl.constexpr,
+    AFTER: tl.constexpr,
+    LOW: tl.constexpr,
+    C: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * C
+    _d_c, d_u = gradients_of_chunk(upto, upto_low, weights, inner, far, close, apart, at, size, PARTS, W, AFTER, LOW, C)
+    tl.store(d_log_decay + at + tl.arange(0, C), d_u)
 
 
 @triton.jit(do_not_specialize=["T", "NC"])
@@ -712,7 +783,7 @@ def _add_overlap(
     first,
     T,
     NC,
-    H,
+    H: tl.constexpr,
     K: tl.constexpr,
     BK: tl.constexpr,
     W: tl.constexpr,
@@ -729,7 +800,9 @@ def _add_overlap(
     e, d = tl.arange(0, BW), tl.arange(0, BK)
     r = i * (C - W + 1) - (W - 1) + e
     if VALUES:
-        p, ok = value_pointers(k, head_x, rows, n, start, length, tl.load(first + n), h, r, H, K, W, SHIFT, MASKED)
+        p, ok = value_pointers(
+            k, head_x, rows, n, start, length, missing_pairs(first, n, SHIFT), h, r, H, K, W, SHIFT, MASKED
+        )
     else:
         p, ok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
     # the last chunk of a document may hold no token of its own under a mask: then nothing was written for it
@@ -742,7 +815,7 @@ def _add_overlap(
 # elements of the state that a program holds, warps, pipeline stages: for 16-bit inputs, and for float32
 CUTS = {
     "states": ((16384, 4, 1), (4096, 4, 1)),
-    "walk": ((16384, 8, 3), (8192, 8, 1)),
+    "walk": ((16384, 8, 3), (4096, 4, 1)),  # in float32 with 8 warps, Triton 3.6 makes wrong code of small tiles
     "values": ((8192, 4, 2), (4096, 4, 1)),
     "keys": ((8192, 4, 2), (4096, 4, 1)),
 }
@@ -752,9 +825,9 @@ def cut(kind: str, rows: int, columns: int, like: Tensor) -> tuple[int, dict[str
     """Columns of a state `[rows, columns]` that one program holds, and its launch options; by sizes and dtype alone."""
     room, warps, stages = CUTS[kind][like.dtype == torch.float32]
     least = 16
-    if kind == "walk":  # columns are rows of the products, of which Hopper's tensor cores take 64
-        large = block(rows) > 128  # then shared memory holds less
-        least, stages = 32 if large and like.dtype == torch.float32 else 64, min(stages, 2 if large else 3)
+    if kind == "walk" and like.dtype != torch.float32:
+        # columns are rows of the products, of which Hopper's tensor cores take 64; shared memory holds less of many rows
+        least, stages = 64, min(stages, 2 if block(rows) > 128 else 3)
     return min(max(least, block(columns)), max(least, room // block(rows))), {"num_warps": warps, "num_stages": stages}
 
 
@@ -768,7 +841,7 @@ def segment_length(q: Tensor, overlap: int) -> int:
 def scan(
     state: Tensor,
     total: Tensor,
-    initial: Tensor,
+    initial: Tensor | None,
     ranks: Ranks,
     other: Tensor | None = None,
     other_final: Tensor | None = None,
@@ -778,19 +851,49 @@ def scan(
 
     Args:
         state: `[Q, H, K, V]`, or `[Q, H, K]`. total: log-decay of every segment, `[Q, H]`, or `[Q, H, V]` for every column.
-        initial: `[N, H, K, V]`. other_final: state after the last token.
+        initial: `[N, H, K, V]`, None for zeros. other_final: state after the last token.
     Returns: final state, and products by blocks of 16 rows `[Q, H, K / 16]` or `[Q, H, K / 16, V]`, see `_scan`.
     """
     segments, heads, k_size = state.shape[:3]
     v_size, columns, back = state.shape[3] if state.ndim == 4 else 1, total.ndim == 3, other is not None
-    final, tiles = torch.empty_like(initial, dtype=torch.float32), parts(k_size, 16)
+    final, tiles = state.new_empty(ranks.documents, *state.shape[1:]), parts(k_size, 16)
     product = state.new_empty((segments, heads, tiles, *([v_size] if columns else [])) if back else (0,))
     launch(
-        _scan, (ranks.documents * heads, tiles), state=state, total=total, initial=initial.contiguous(), final=final,
+        _scan, (ranks.documents * heads, tiles), state=state, total=total, initial=None if initial is None else initial.contiguous(), final=final,
         other=other, other_final=other_final, product=product, docs=ranks.docs, NS=segments // ranks.documents, H=heads, K=k_size, V=v_size, ROWS=16, BV=block(v_size), BACK=back,
         PRODUCT=back, SINGLE=single, COLUMNS=columns, PLAIN=ranks.docs is None,
     )  # fmt: skip
     return final, product
+
+
+def new_weights(q: Tensor, ranks: Ranks, window: int) -> tuple[Tensor, Tensor]:
+    """Where `weights` and `mixes` of `weigh` go; the second is empty for float32, which keeps its digits."""
+    shape, dtype = (ranks.chunks, q.shape[2]), q.dtype
+    mixed = dtype != torch.float32
+    if dtype == torch.float16:
+        dtype = torch.float32  # strengths are larger than float16 can be
+    weights = q.new_empty(*shape, window + 3, CHUNK, dtype=torch.float32)
+    return weights, q.new_empty((*shape, CHUNK, CHUNK) if mixed else (0,), dtype=dtype)
+
+
+def weights_of(q: Tensor, decay: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """Those of `weigh` for pairs that each token writes with strength 1, from the halves of the log-decay's prefix `[2, M, H, C]`."""
+    weights, mixes = new_weights(q, ranks, 1)
+    with on_device(q):
+        launch(
+            _weigh, (ranks.chunks * q.shape[2],), upto=decay[0], upto_low=decay[1], weights=weights,
+            mixes=mixes if mixes.numel() else None, W=1, AFTER=1, LOW=q.dtype == torch.float32, C=CHUNK,
+        )  # fmt: skip
+    return weights, mixes
+
+
+def gate_gradients(grads: dict[str, Any], like: Tensor) -> Tensor:
+    """Gradient of every token's log-decay, `[M, H, C]`, from what `Associative.backward` hands over."""
+    d_log_decay = torch.empty_like(like)
+    launch(
+        _gate_gradients, (like.shape[0] * like.shape[1],), **grads, d_log_decay=d_log_decay, W=1, AFTER=1, C=CHUNK, num_warps=1
+    )  # fmt: skip
+    return d_log_decay
 
 
 class Kept(NamedTuple):
@@ -807,8 +910,8 @@ class Associative:
     """One call: its inputs and options; see the module for the recurrence.
 
     Attributes:
-        q, k, v: `[B, T, H, .]`, contiguous. head_x, head_v, first: see `falcon.prepass.heads_of`.
-        strength, upto, upto_low: gates in chunks, float32 `[M, H, C]`.
+        q, k, v: `[B, T, H, .]`, contiguous. head_x, head_v, first: see `falcon.prepass.heads_of`; None for documents that begin here.
+        upto, upto_low: the two halves of the log-decay's prefix in chunks, float32 `[M, H, C]`. weights, mixes: of `new_weights`.
         ranks: with overlap W - 1. window: W. shift: 1 when a token's pair has the key before it.
         after: whether a token reads what it has written. ones: whether there is a normaliser z. normalize: whether it divides.
     """
@@ -816,12 +919,13 @@ class Associative:
     q: Tensor
     k: Tensor
     v: Tensor
-    head_x: Tensor
-    head_v: Tensor
-    first: Tensor
-    strength: Tensor
+    head_x: Tensor | None
+    head_v: Tensor | None
+    first: Tensor | None
     upto: Tensor
     upto_low: Tensor
+    weights: Tensor
+    mixes: Tensor
     ranks: Ranks
     window: int = 1
     shift: int = 0
@@ -835,19 +939,20 @@ class Associative:
         return self.q.shape[2]
 
     @functools.cached_property
-    def weights(self) -> Tensor:
-        """P, and decays to the chunk's ends, see `_weigh`."""
-        weights = self.strength.new_empty(*self.strength.shape[:2], self.window + 3, CHUNK)
-        launch(
-            _weigh, (self.strength.shape[0] * self.heads,), strength=self.strength, upto=self.upto, upto_low=self.upto_low,
-            weights=weights, W=self.window, AFTER=int(self.after),
-            LOW=self.q.dtype == torch.float32, C=CHUNK, num_warps=1,
-        )  # fmt: skip
-        return weights
-
     def _common(self) -> dict[str, Any]:
+        """What several kernels take."""
         ranks = self.ranks
         return {
+            "query": self.q,
+            "k": self.k,
+            "v": self.v,
+            "head_x": self.head_x,
+            "head_v": self.head_v,
+            "first": self.first,
+            "upto": self.upto,
+            "upto_low": self.upto_low,
+            "weights": self.weights,
+            "mixes": self.mixes if self.mixes.numel() else None,
             "docs": ranks.docs,
             "segment_doc": ranks.segment_doc,
             "rows": ranks.rows,
@@ -855,7 +960,11 @@ class Associative:
             "NC": ranks.chunks // ranks.documents,
             "NS": ranks.segments // ranks.documents,
             "SEG": ranks.segment,
+            "M": ranks.chunks,
+            "NIL": 0,
             "H": self.heads,
+            "K": self.k.shape[3],
+            "V": self.v.shape[3],
             "W": self.window,
             "SHIFT": self.shift,
             "AFTER": int(self.after),
@@ -863,6 +972,7 @@ class Associative:
             "PLAIN": ranks.docs is None,
             "MASKED": ranks.rows is not None,
             "C": CHUNK,
+            "eps": self.eps,
         }
 
     def _states(
@@ -874,29 +984,24 @@ class Associative:
         state = self.q.new_empty(segments, self.heads, k_size, v_size, dtype=torch.float32)
         z = self.q.new_empty(segments, self.heads, k_size if self.ones else 0, dtype=torch.float32)
         launch(
-            _segment_states, (segments * self.heads, parts(v_size, columns)), left=left, head_left=self.head_x, right=right,
-            head_right=self.head_v, first=self.first, weights=self.weights, upto=self.upto, upto_low=self.upto_low,
-            weight=weight, state=state, z=z, total=total, **self._common(), K=k_size, V=v_size, BK=block(k_size), BV=columns,
-            BACK=back, ONES=self.ones and (weight is not None or not back), **options,
+            _segment_states, (segments * self.heads, parts(v_size, columns)), left=left, right=right, weight=weight, state=state, z=z,
+            total=total, **self._common, BK=block(k_size), BV=columns, BACK=back,
+            ONES=self.ones and (weight is not None or not back), **options,
         )  # fmt: skip
-        if self.ones and back and weight is None:
-            z.zero_()
         return state, z
 
-    def forward(self, S: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Kept]:
+    def forward(self, S: Tensor | None, z: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Kept]:
         """Output `[B, T, H, V]`, state and z after the last token, and what backward needs."""
         ranks = self.ranks
         plain = torch.empty_like if ranks.rows is None else torch.zeros_like
         o = plain(self.v)
-        seen = self.q.new_ones(self.q.shape[:3] if self.normalize else (0,), dtype=torch.float32)
+        make = self.q.new_empty if ranks.rows is None else self.q.new_ones
+        seen = make(self.q.shape[:3] if self.normalize else (0,), dtype=torch.float32)
         total = self.q.new_empty(ranks.segments, self.heads, dtype=torch.float32)
         with on_device(self.q):
             states, z_states = self._states(self.k, self.v, total, None, False)
             S, _ = scan(states, total, S, self.ranks)
-            if self.ones:
-                z, _ = scan(z_states, total, z, self.ranks)
-            else:
-                z = z.clone()
+            z = scan(z_states, total, z, self.ranks)[0] if self.ones else z_states
             self._walk(states, z_states if self.normalize else None, o, seen=seen)
         return o, S, z, Kept(states, z_states, total, seen)
 
@@ -906,9 +1011,7 @@ class Associative:
         inner_size, size = (v_size, k_size) if swap else (k_size, v_size)
         columns, options = cut("walk", inner_size, size, self.k)
         launch(
-            _walk, (self.ranks.segments * self.heads, parts(size, columns)), query=self.q, k=self.k, head_x=self.head_x, v=self.v,
-            head_v=self.head_v, first=self.first, weights=self.weights, upto=self.upto, upto_low=self.upto_low, state=state, z=z,
-            out=out, **tensors, **self._common(), eps=self.eps, M=self.ranks.chunks, NIL=0, K=k_size, V=v_size,
+            _walk, (self.ranks.segments * self.heads, parts(size, columns)), state=state, z=z, out=out, **tensors, **self._common,
             BA=block(inner_size), BB=columns, SWAP=swap, ONES=z is not None, NORMALIZE=self.normalize and not swap,
             INNER=tensors.get("inner") is not None, **options,
         )  # fmt: skip
@@ -917,33 +1020,33 @@ class Associative:
         self,
         d_o: Tensor,
         o: Tensor,
-        d_S: Tensor,
-        d_z: Tensor,
+        d_S: Tensor | None,
+        d_z: Tensor | None,
         S_end: Tensor,
         z_end: Tensor,
         kept: Kept,
-        through_gates: Callable[[Tensor, Tensor], Tensor | None] | None,
-    ) -> tuple[Tensor, ...]:
-        """Gradients of q, k, v, head_x, head_v, S and z.
+        through_gates: Callable[[dict[str, Any]], Tensor | None] | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]:
+        """Gradients of q, k, v, head_x, head_v, S and z (None: it is 0).
 
         Args:
-            through_gates: gets the gradients of strength and log-decay, `[M, H, C]`, and may return that of the energies of keys,
-                `[B * T, H]` by first row plus rank, to be added to that of the keys. None: nobody wants them.
+            through_gates: gets the arguments from which `gradients_of_chunk` makes the gradients of strength and log-decay, and may
+                return that of the energies of keys, `[B * T, H]` by first row plus rank, to be added to that of the keys. None: nobody
+                wants them.
         """
         ranks, heads, k_size, v_size = self.ranks, self.heads, self.k.shape[3], self.v.shape[3]
         d_o, weight = d_o.contiguous(), None
         if self.normalize:
             weight = into_chunks(-(d_o.float() * o.float()).sum(-1) / kept.seen, ranks)
             d_o = (d_o.float() / kept.seen[..., None]).to(d_o.dtype)
+        ones = self.ones and (self.normalize or d_z is not None)  # else nobody has read z
         wide, gates, total = self.q.dtype == torch.float32, through_gates is not None, torch.empty_like(kept.total)
         make = torch.empty_like if ranks.rows is None else torch.zeros_like
         d_q = make(self.q)
         d_k, d_v = (make(x) if ranks.docs is None else torch.zeros_like(x) for x in (self.k, self.v))
-        if self.shift and ranks.docs is None:  # the last key belongs to no pair
-            d_k[:, -1] = 0
-            if self.window > 1:  # nor does the first value without a key before it
-                d_v[:, 0] = 0
-        d_head_x, d_head_v = torch.zeros_like(self.head_x), torch.zeros_like(self.head_v)
+        if self.shift and ranks.docs is None and self.window > 1 and self.first is not None:
+            d_v[:, 0] = 0  # without a key before it, it belongs to no pair
+        d_head_x, d_head_v = (None if x is None else torch.zeros_like(x) for x in (self.head_x, self.head_v))
         of_values, of_keys = (
             parts(size, cut(kind, other, size, self.k)[0])
             for kind, size, other in (("values", v_size, k_size), ("walk", k_size, v_size))
@@ -956,10 +1059,11 @@ class Associative:
         with on_device(self.q):
             d_states, d_z_states = self._states(self.q, d_o, total, weight, True)
             d_S, product = scan(d_states, kept.total, d_S, self.ranks, kept.states, S_end, wide)
-            product = product.sum(-1)
-            if self.ones:
+            if ones:
+                if weight is None:
+                    d_z_states.zero_()
                 d_z, more = scan(d_z_states, kept.total, d_z, self.ranks, kept.z, z_end, wide)
-                product = product + more.sum(-1)
+                product = torch.cat([product, more], -1)
             reads = wide and gates
             self._walk(
                 kept.states,
@@ -973,20 +1077,26 @@ class Associative:
             if reads:
                 inner = inner.sum(0)
             outs = (inner, far, close, apart) if gates else None
-            d_z_of_values = d_z_states if gates and self.ones else None
+            d_z_of_values = d_z_states if gates and ones else None
             self._walk_back(d_o, o, d_states, d_z_of_values, weight, product, (d_v, d_head_v), outs, None, False)
             if through_gates is not None:
-                d_strength, d_log_decay = (self.q.new_empty(size[1:], dtype=torch.float32) for _ in range(2))
-                launch(
-                    _gate_gradients, (ranks.chunks * heads,), strength=self.strength, upto=self.upto, upto_low=self.upto_low,
-                    weights=self.weights, inner=inner, far=far, close=close, apart=apart, d_strength=d_strength,
-                    d_log_decay=d_log_decay, size=ranks.chunks * heads * CHUNK, PARTS=of_values, W=self.window, AFTER=int(self.after), LOW=wide, C=CHUNK,
-                    num_warps=1,
-                )  # fmt: skip
-                d_energy = through_gates(d_strength, d_log_decay)
-            d_z_of_keys = d_z_states if self.ones else None
+                d_energy = through_gates(
+                    {
+                        "upto": self.upto,
+                        "upto_low": self.upto_low,
+                        "weights": self.weights,
+                        "inner": inner,
+                        "far": far,
+                        "close": close,
+                        "apart": apart,
+                        "size": ranks.chunks * heads * CHUNK,
+                        "PARTS": of_values,
+                        "LOW": wide,
+                    }
+                )
+            d_z_of_keys = d_z_states if ones else None
             self._walk_back(d_o, o, d_states, d_z_of_keys, weight, None, (d_k, d_head_x), None, d_energy, True)
-        return d_q, d_k, d_v, d_head_x, d_head_v, d_S, d_z
+        return d_q, d_k, d_v, d_head_x, d_head_v, d_S, d_z if ones else None
 
     def _walk_back(
         self,
@@ -996,7 +1106,7 @@ class Associative:
         d_z: Tensor | None,
         weight: Tensor | None,
         product: Tensor | None,
-        outs: tuple[Tensor, Tensor],
+        outs: tuple[Tensor, Tensor | None],
         gates: tuple[Tensor, ...] | None,
         d_energy: Tensor | None,
         swap: bool,
@@ -1009,12 +1119,13 @@ class Associative:
         if d_z is not None and weight is None:
             weight = self.q.new_zeros(ranks.chunks, self.heads, CHUNK, dtype=torch.float32)
         inner, far, close, apart = gates or (None,) * 4
+        count = 1 if product is None else product.shape[-1]
         launch(
-            _walk_back, (ranks.segments * self.heads, parts(size, columns)), query=self.q, k=self.k, head_x=self.head_x, v=self.v,
-            head_v=self.head_v, d_o=d_o, o=o, first=self.first, weights=self.weights, upto=self.upto, upto_low=self.upto_low,
-            d_state=d_states, d_z=d_z, weight=weight, inner=inner, product=product, d_energy=d_energy, out=outs[0],
-            head_out=outs[1], overlap=overlap, far=far, close=close, apart=apart, **self._common(), eps=self.eps, M=ranks.chunks, NIL=0, K=k_size, V=v_size, BA=block(inner_size), BB=columns, SWAP=swap,
-            ONES=d_z is not None, NORMALIZE=self.normalize, GATES=gates is not None, ENERGY=d_energy is not None, **options,
+            _walk_back, (ranks.segments * self.heads, parts(size, columns)), d_o=d_o, o=o, d_state=d_states, d_z=d_z, weight=weight,
+            inner=inner, product=product, d_energy=d_energy, out=outs[0], head_out=outs[1], overlap=overlap, far=far, close=close,
+            apart=apart, **self._common, BA=block(inner_size), BB=columns, SWAP=swap, ONES=d_z is not None,
+            NORMALIZE=self.normalize, GATES=gates is not None, COUNT=count, TILES=1 << (count - 1).bit_length(),
+            ENERGY=d_energy is not None, **options,
         )  # fmt: skip
         if self.window > 1:
             launch(

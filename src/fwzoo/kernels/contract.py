@@ -370,14 +370,20 @@ def check_state(state: Any, empty: State, q: Tensor | None = None) -> State:
     return type(empty)(*(field.to(like.dtype) for field, like in zip(state, empty, strict=True)))
 
 
-def start_state(state: Any, empty: Callable[[Tensor, Tensor], State], q: Tensor, v: Tensor) -> State:
-    """`state`, checked as by `check_state`, or `empty(q, v)` where it is None.
+def given_state(state: Any, empty: Callable[[Tensor, Tensor], State], q: Tensor, v: Tensor) -> State | None:
+    """`state`, checked as by `check_state` beside `empty(q, v)`, or None where it is None.
 
     An empty state to compare with is made without storage, so that a decoding step does not fill one for nothing.
     """
     if state is None:
-        return empty(q, v)
+        return None
     return check_state(state, empty(*(x.new_empty(x.shape, device="meta") for x in (q, v))), q)
+
+
+def start_state(state: Any, empty: Callable[[Tensor, Tensor], State], q: Tensor, v: Tensor) -> State:
+    """The same with `empty(q, v)` in place of None."""
+    given = given_state(state, empty, q, v)
+    return empty(q, v) if given is None else given
 
 
 def check_values(tensors: Mapping[str, Tensor], mask: Tensor | None) -> None:

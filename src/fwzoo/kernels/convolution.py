@@ -7,6 +7,7 @@ cost no copies. Imported only where the tensors are on a GPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -14,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .contract import may_overwrite_states
-from .gpu import block, custom, of_chunk, on_device, read, row_of, tables
+from .gpu import block, custom, launch, of_chunk, on_device, read, row_of, tables
+from .plans import planned
 from .ranks import Ranks, ranks_of
 
 NORMS = {None: 0, "rms": 1, "l2": 2}
@@ -23,15 +25,43 @@ ROWS_OF_SUMS = 8  # where sums for every tap are kept too
 
 
 @triton.jit
-def _taps(
+def _tensor_of(head, a0, a1, a2, D0, D1, D2, F: tl.constexpr):
+    """Of tensors whose channels lie side by side, the one that holds this head, the head's first channel in it, and its width."""
+    first = head * F
+    a, own, width = a0, first, D0
+    if a1 is not None:
+        a, own, width = (
+            tl.where(first < D0, a0, a1),
+            tl.where(first < D0, first, first - D0),
+            tl.where(first < D0, D0, D1),
+        )
+    if a2 is not None:
+        last = first >= D0 + D1
+        a, own, width = tl.where(last, a2, a), tl.where(last, first - D0 - D1, own), tl.where(last, D2, width)
+    return a, own, width
+
+
+@triton.jit
+def _taps_of(weight, column, inside, W: tl.constexpr):
+    """The filter of every column, a tuple of W times float32 `[F]`: loaded once a program, they cost more than the rows otherwise."""
+    taps = ()
+    for j in tl.static_range(W):
+        taps = taps + (read(weight + column * W + j, inside).to(tl.float32),)
+    return taps
+
+
+@triton.jit
+def _filtered(
     x,
     past,
-    weight,
+    taps,
     rows,
     n,
     start,
     length,
     r,
+    own,
+    width,
     column,
     inside,
     D,
@@ -39,18 +69,17 @@ def _taps(
     PAST: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The convolution at ranks `r` before SiLU, float32 `[C, F]`."""
+    """The convolution at ranks `r` before SiLU, float32 `[C, F]`; own: the columns in x, which is `width` wide, column: in all D."""
     total = tl.zeros([r.shape[0], column.shape[0]], tl.float32)
     for j in tl.static_range(W):
         rank = r - (W - 1) + j
         ok = (rank >= 0) & (r < length)
         row = row_of(rows, start, rank, ok, MASKED)
-        value = read(x + row[:, None] * D + column[None, :], ok[:, None] & inside[None, :]).to(tl.float32)
+        value = read(x + row[:, None] * width + own[None, :], ok[:, None] & inside[None, :]).to(tl.float32)
         if PAST:
             at = past + (n * (W - 1) + rank + (W - 1))[:, None] * D + column[None, :]
             value += read(at, ((rank < 0) & (r < length))[:, None] & inside[None, :]).to(tl.float32)
-        tap = read(weight + column * W + j, inside).to(tl.float32)
-        total += value * tap[None, :]
+        total += value * taps[j][None, :]
     return total
 
 
@@ -64,51 +93,59 @@ def _inverse_norm(y, eps, F: tl.constexpr, NORM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "NC"])
 def _forward_kernel(
-    x, weight, past, y, docs, chunk_doc, rows, T, NC, D, eps,
+    x0, x1, x2, weight, past, y0, y1, y2, docs, chunk_doc, rows, T, NC, D0, D1, D2, NORMED, eps,
     F: tl.constexpr, BF: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, PAST: tl.constexpr,
     PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    c, d = tl.program_id(0).to(tl.int64), tl.arange(0, BF)
+    """NORMED: how many of all channels belong to normed heads."""
+    c, d, head, D = tl.program_id(0).to(tl.int64), tl.arange(0, BF), tl.program_id(1), D0 + D1 + D2
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
-    column, inside = tl.program_id(1) * F + d, d < F
+    x, own, width = _tensor_of(head, x0, x1, x2, D0, D1, D2, F)
+    y, _own, _width = _tensor_of(head, y0, y1, y2, D0, D1, D2, F)
+    column, inside, own = head * F + d, d < F, own + d
+    taps = _taps_of(weight, column, inside, W)
     for begin in range(0, C, ROWS):
         r = i * C + begin + tl.arange(0, ROWS)
-        pre = _taps(x, past, weight, rows, n, start, length, r, column, inside, D, W, PAST, MASKED)
+        pre = _filtered(x, past, taps, rows, n, start, length, r, own, width, column, inside, D, W, PAST, MASKED)
         out = pre * tl.sigmoid(pre)
         if NORM:
-            out = out * _inverse_norm(out, eps, F, NORM)
+            out = out * tl.where(head * F < NORMED, _inverse_norm(out, eps, F, NORM), 1.0)
         row = row_of(rows, start, r, r < length, MASKED)
-        at = y + row[:, None] * D + column[None, :]
+        at = y + row[:, None] * width + own[None, :]
         tl.store(at, out.to(y.dtype.element_ty), mask=(r < length)[:, None] & inside[None, :])
 
 
 @triton.jit(do_not_specialize=["T", "NC"])
 def _backward_kernel(
-    d_y, x, weight, past, d_pre, docs, chunk_doc, rows, T, NC, D, eps,
+    d_y0, d_y1, d_y2, x0, x1, x2, weight, past, d_pre, docs, chunk_doc, rows, T, NC, D0, D1, D2, NORMED, eps,
     F: tl.constexpr, BF: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, PAST: tl.constexpr,
     PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Gradient before SiLU, at every row."""
-    c, d = tl.program_id(0).to(tl.int64), tl.arange(0, BF)
+    """Gradient before SiLU, at every row, of all channels."""
+    c, d, head, D = tl.program_id(0).to(tl.int64), tl.arange(0, BF), tl.program_id(1), D0 + D1 + D2
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
-    column, inside = tl.program_id(1) * F + d, d < F
+    x, own, width = _tensor_of(head, x0, x1, x2, D0, D1, D2, F)
+    d_y, _own, _width = _tensor_of(head, d_y0, d_y1, d_y2, D0, D1, D2, F)
+    column, inside, own = head * F + d, d < F, own + d
+    taps = _taps_of(weight, column, inside, W)
     for begin in range(0, C, ROWS):
         r = i * C + begin + tl.arange(0, ROWS)
-        pre = _taps(x, past, weight, rows, n, start, length, r, column, inside, D, W, PAST, MASKED)
+        pre = _filtered(x, past, taps, rows, n, start, length, r, own, width, column, inside, D, W, PAST, MASKED)
         gate = tl.sigmoid(pre)
         row = row_of(rows, start, r, r < length, MASKED)
-        at, ok = row[:, None] * D + column[None, :], (r < length)[:, None] & inside[None, :]
-        grad = read(d_y + at, ok).to(tl.float32)
+        ok = (r < length)[:, None] & inside[None, :]
+        grad = read(d_y + row[:, None] * width + own[None, :], ok).to(tl.float32)
         if NORM:
             out = pre * gate
             inverse = _inverse_norm(out, eps, F, NORM)
             along = tl.sum(grad * out, 1)[:, None]
             if NORM == 1:
-                grad = inverse * grad - (inverse * inverse * inverse / F) * along * out
+                normed = inverse * grad - (inverse * inverse * inverse / F) * along * out
             else:  # where eps is larger than the norm, the norm has no gradient
-                grad = inverse * grad - tl.where(inverse < 1.0 / eps, inverse * inverse * inverse, 0.0) * along * out
+                normed = inverse * grad - tl.where(inverse < 1.0 / eps, inverse * inverse * inverse, 0.0) * along * out
+            grad = tl.where(head * F < NORMED, normed, grad)
         grad = tl.where(ok, grad * gate * (1.0 + pre * (1.0 - gate)), 0.0)
-        tl.store(d_pre + at, grad.to(d_pre.dtype.element_ty), mask=ok)
+        tl.store(d_pre + row[:, None] * D + column[None, :], grad.to(d_pre.dtype.element_ty), mask=ok)
 
 
 @triton.jit
@@ -121,43 +158,45 @@ def _later(d_pre, rows, start, length, r, wanted, column, inside, D, MASKED: tl.
 
 @triton.jit(do_not_specialize=["T", "NC"])
 def _input_kernel(
-    d_pre, x, weight, past, d_x, d_past, d_weight, docs, chunk_doc, rows, T, NC, D,
+    d_pre, x0, x1, x2, weight, past, d_x0, d_x1, d_x2, d_past, d_weight, docs, chunk_doc, rows, T, NC, D0, D1, D2,
     F: tl.constexpr, BF: tl.constexpr, W: tl.constexpr, PAST: tl.constexpr,
     PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the input, and every chunk's part of the weight's gradient `[chunks, W, D]`."""
-    c, d = tl.program_id(0).to(tl.int64), tl.arange(0, BF)
+    """Gradient of the inputs, and every chunk's part of the weight's gradient `[chunks, D, W]`."""
+    c, d, head, D = tl.program_id(0).to(tl.int64), tl.arange(0, BF), tl.program_id(1), D0 + D1 + D2
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
-    column, inside, e, g = tl.program_id(1) * F + d, d < F, tl.arange(0, ROWS), tl.arange(0, BW)
-    own = ()
+    x, own, width = _tensor_of(head, x0, x1, x2, D0, D1, D2, F)
+    d_x, _own, _width = _tensor_of(head, d_x0, d_x1, d_x2, D0, D1, D2, F)
+    column, inside, e, g = head * F + d, d < F, tl.arange(0, ROWS), tl.arange(0, BW)
+    own = own + d
+    taps = _taps_of(weight, column, inside, W)
+    totals = ()
     for _ in tl.static_range(W):
-        own = own + (tl.zeros([ROWS, BF], tl.float32),)
+        totals = totals + (tl.zeros([ROWS, BF], tl.float32),)
     for begin in range(0, C, ROWS):
         r = i * C + begin + e
         row = row_of(rows, start, r, r < length, MASKED)
-        at, ok = row[:, None] * D + column[None, :], (r < length)[:, None] & inside[None, :]
+        at, ok = row[:, None] * width + own[None, :], (r < length)[:, None] & inside[None, :]
         value = read(x + at, ok).to(tl.float32)
         grad, sums = tl.zeros([ROWS, BF], tl.float32), ()
         for j in tl.static_range(W):
-            tap = read(weight + column * W + j, inside).to(tl.float32)
             after = _later(d_pre, rows, start, length, r + (W - 1) - j, r < length, column, inside, D, MASKED)
-            grad += after * tap[None, :]
-            sums = sums + (own[j] + value * after,)
-        own = sums
+            grad += after * taps[j][None, :]
+            sums = sums + (totals[j] + value * after,)
+        totals = sums
         tl.store(d_x + at, grad.to(d_x.dtype.element_ty), mask=ok)
     for j in tl.static_range(W):
-        part = tl.sum(own[j], 0)
+        part = tl.sum(totals[j], 0)
         if PAST and i == 0:
             old = past + (n * (W - 1) + g)[:, None] * D + column[None, :]
             value = read(old, (g < W - 1)[:, None] & inside[None, :]).to(tl.float32)
             after = _later(d_pre, rows, start, length, g - j, g < W - 1, column, inside, D, MASKED)
             part += tl.sum(value * after, 0)
-        tl.store(d_weight + (c * W + j) * D + column, part, mask=inside)
+        tl.store(d_weight + (c * D + column) * W + j, part, mask=inside)
     if PAST and i == 0:
         before = tl.zeros([BW, BF], tl.float32)
         for j in tl.static_range(W):
-            tap = read(weight + column * W + j, inside).to(tl.float32)
-            before += _later(d_pre, rows, start, length, g - j, g < W - 1, column, inside, D, MASKED) * tap[None, :]
+            before += _later(d_pre, rows, start, length, g - j, g < W - 1, column, inside, D, MASKED) * taps[j][None, :]
         there = d_past + (n * (W - 1) + g)[:, None] * D + column[None, :]
         tl.store(there, before.to(d_past.dtype.element_ty), mask=(g < W - 1)[:, None] & inside[None, :])
 
@@ -166,95 +205,128 @@ def _warps(head: int) -> int:
     return 4 if head <= 64 else 8
 
 
+def _named(name: str, tensors: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
+    return {f"{name}{i}": x for i, x in enumerate(tensors)}
+
+
+def _common(
+    xs: Sequence[Tensor | None], weight: Tensor, past: Tensor | None, ranks: Ranks, head: int
+) -> dict[str, Any]:
+    widths = {f"D{i}": 0 if x is None else x.shape[2] for i, x in enumerate(xs)}
+    return {
+        **tables(ranks),
+        **_named("x", xs),
+        **widths,
+        "weight": weight,
+        "past": past,
+        "F": head,
+        "BF": block(head),
+        "W": weight.shape[1],
+        "PAST": past is not None,
+    }
+
+
 def _forward(
-    x: Tensor, weight: Tensor, past: Tensor | None, docs: Tensor | None, chunk_doc: Tensor | None, rows: Tensor | None,
-    sizes: list[int], norm: int, head: int, eps: float,
-) -> tuple[Tensor]:  # fmt: skip
+    x0: Tensor, x1: Tensor | None, x2: Tensor | None, weight: Tensor, past: Tensor | None, docs: Tensor | None,
+    chunk_doc: Tensor | None, rows: Tensor | None, sizes: list[int], norm: int, normed: int, head: int, eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     ranks = ranks_of(sizes, docs, chunk_doc, None, rows)
-    y = torch.empty_like(x) if rows is None else torch.zeros_like(x)
-    with on_device(x):
-        _forward_kernel[(ranks.chunks, x.shape[2] // head)](
-            x, weight, past, y, **tables(ranks), D=x.shape[2], eps=eps, F=head, BF=block(head), W=weight.shape[1],
-            NORM=norm, PAST=past is not None, ROWS=ROWS, num_warps=_warps(head),
+    make = torch.empty_like if rows is None else torch.zeros_like
+    ys = [None if x is None else make(x) for x in (x0, x1, x2)]
+    common = _common((x0, x1, x2), weight, past, ranks, head)
+    with on_device(x0):
+        launch(
+            _forward_kernel, (ranks.chunks, weight.shape[0] // head), **common, **_named("y", ys), NORMED=normed, eps=eps, NORM=norm,
+            ROWS=ROWS, num_warps=_warps(head),
         )  # fmt: skip
-    return (y,)
+    y0, y1, y2 = (x0.new_empty(0) if y is None else y for y in ys)
+    return y0, y1, y2
+
+
+@planned
+def _gradients(
+    d_y0: Tensor, d_y1: Tensor, d_y2: Tensor, x0: Tensor, x1: Tensor | None, x2: Tensor | None, weight: Tensor, past: Tensor | None,
+    docs: Tensor | None, chunk_doc: Tensor | None, rows: Tensor | None, sizes: list[int], norm: int, normed: int, head: int, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    ranks, xs = ranks_of(sizes, docs, chunk_doc, None, rows), (x0, x1, x2)
+    d_ys = [None if x is None else d_y for x, d_y in zip(xs, (d_y0, d_y1, d_y2), strict=True)]
+    make = torch.empty_like if rows is None else torch.zeros_like
+    d_xs = [None if x is None else make(x) for x in xs]
+    d_past = x0.new_empty(0) if past is None else torch.zeros_like(past)
+    d_pre = x0.new_empty(*x0.shape[:2], weight.shape[0])
+    parts = x0.new_empty(ranks.chunks, *weight.shape, dtype=torch.float32)
+    common, grid = _common(xs, weight, past, ranks, head), (ranks.chunks, weight.shape[0] // head)
+    with on_device(x0):
+        launch(
+            _backward_kernel, grid, **common, **_named("d_y", d_ys), d_pre=d_pre, NORMED=normed, eps=eps, NORM=norm, ROWS=ROWS,
+            num_warps=_warps(head),
+        )  # fmt: skip
+        launch(
+            _input_kernel, grid, d_pre=d_pre, **common, **_named("d_x", d_xs), d_past=d_past, d_weight=parts, ROWS=ROWS_OF_SUMS,
+            BW=block(weight.shape[1]), num_warps=4,
+        )  # fmt: skip
+    d_x0, d_x1, d_x2 = (x0.new_empty(0) if d_x is None else d_x for d_x in d_xs)
+    return d_x0, d_x1, d_x2, parts, d_past
 
 
 def _backward(
-    d_y: Tensor, x: Tensor, weight: Tensor, past: Tensor | None, docs: Tensor | None, chunk_doc: Tensor | None,
-    rows: Tensor | None, sizes: list[int], norm: int, head: int, eps: float, y: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    ranks, d_y = ranks_of(sizes, docs, chunk_doc, None, rows), d_y.contiguous()
-    channels, taps = weight.shape
-    d_pre = torch.empty_like(x)
-    d_x = torch.empty_like(x) if rows is None else torch.zeros_like(x)
-    d_past = x.new_empty(0) if past is None else torch.zeros_like(past)
-    parts = x.new_empty(ranks.chunks, taps, channels, dtype=torch.float32)
-    common = {
-        **tables(ranks),
-        "D": channels,
-        "F": head,
-        "BF": block(head),
-        "W": taps,
-        "PAST": past is not None,
-    }
-    grid = (ranks.chunks, channels // head)
-    with on_device(x):
-        _backward_kernel[grid](
-            d_y, x, weight, past, d_pre, **common, eps=eps, NORM=norm, ROWS=ROWS, num_warps=_warps(head)
-        )
-        _input_kernel[grid](
-            d_pre, x, weight, past, d_x, d_past, parts, **common, ROWS=ROWS_OF_SUMS, BW=block(taps), num_warps=4
-        )
-    return d_x, parts.sum(0).T.to(weight.dtype).contiguous(), d_past
+    d_y0: Tensor, d_y1: Tensor, d_y2: Tensor, x0: Tensor, x1: Tensor | None, x2: Tensor | None, weight: Tensor, past: Tensor | None,
+    docs: Tensor | None, chunk_doc: Tensor | None, rows: Tensor | None, sizes: list[int], norm: int, normed: int, head: int, eps: float,
+    y0: Tensor, y1: Tensor, y2: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    d_ys = (d_y.contiguous() for d_y in (d_y0, d_y1, d_y2))
+    *d_xs, parts, d_past = _gradients(
+        *d_ys, x0, x1, x2, weight, past, docs, chunk_doc, rows, sizes, norm, normed, head, eps
+    )
+    return *d_xs, parts.sum(0).to(weight.dtype), d_past
+
+
+def _like(x: Tensor | None, first: Tensor) -> Tensor:
+    return first.new_empty(0) if x is None else torch.empty_like(x)
 
 
 _convolution = custom(
     "convolution",
-    _forward,
+    planned(_forward),
     _backward,
-    lambda x, *_: (torch.empty_like(x),),
-    lambda d_y, x, weight, past, *_: (
-        torch.empty_like(x), torch.empty_like(weight), x.new_empty(0) if past is None else torch.empty_like(past)
-    ),
-    outputs=1,
-    inputs=range(3),
+    lambda *arguments: tuple(_like(x, arguments[0]) for x in arguments[:3]),
+    lambda *arguments: tuple(_like(x, arguments[3]) for x in arguments[3:8]),
+    outputs=3,
+    inputs=range(5),
     module=__name__,
-)  # fmt: skip
+)
 
 
 def convolution(
-    x: Tensor,
+    parts: Sequence[Tensor],
     weight: Tensor,
     past: Tensor | None,
     ranks: Ranks,
     *,
     head: int,
-    norm: str | None = None,
+    norms: Sequence[str | None],
     eps: float = 0.0,
-) -> Tensor:
+) -> list[Tensor]:
     """SiLU of the causal depthwise convolution of every document's real tokens, each head then normed.
 
     Args:
-        x: `[B, T, D]`. weight: `[D, W]`, newest tap last. past: the last W - 1 real inputs `[N, W - 1, D]`, or None.
-        ranks: with overlap 0. head: F, divides D. norm: "rms" or "l2" over F channels, or None. eps: of the norm.
+        parts: up to three `[B, T, D_i]`, whose channels lie side by side in D. weight: `[D, W]`, newest tap last.
+        past: the last W - 1 real inputs `[N, W - 1, D]`, or None.
+        ranks: with overlap 0. head: F, divides D_i. norms: of every part, over F channels: the first ones "rms" or "l2", all the same,
+            the others None. eps: of the norm.
 
-    Returns: `[B, T, D]` in the dtype of x; rows of masked tokens are 0.
+    Returns: `[B, T, D_i]` in the dtype of x; rows of masked tokens are 0.
     """
+    kind = norms[0]
+    own = [part.shape[2] for part, norm in zip(parts, norms, strict=True) if norm is not None]
+    assert list(norms) == [kind] * len(own) + [None] * (len(parts) - len(own))
+    missing = (None,) * (3 - len(parts))
     past = None if past is None else past.contiguous()
-    (y,) = _convolution(
-        x.contiguous(),
-        weight.contiguous(),
-        past,
-        ranks.docs,
-        ranks.chunk_doc,
-        ranks.rows,
-        ranks.sizes,
-        NORMS[norm],
-        head,
-        eps,
-    )
-    return y
+    ys = _convolution(
+        *(x.contiguous() for x in parts), *missing, weight.contiguous(), past, ranks.docs, ranks.chunk_doc, ranks.rows, ranks.sizes,
+        NORMS[kind], sum(own), head, eps,
+    )  # fmt: skip
+    return list(ys[: len(parts)])
 
 
 @triton.jit
@@ -326,8 +398,10 @@ def convolution_step(
     widths = [x.shape[2] for x in parts]
     number = sum(width // head for width, head in zip(widths, heads, strict=True))
     with on_device(past):
-        _step_kernel[(past.shape[0], number)](
-            *parts, weight.contiguous(), past, new, *outputs, mask, *widths, eps, *heads, *(NORMS[norm] for norm in norms),
+        launch(
+            _step_kernel, (past.shape[0], number), **{f"x{i}": x for i, x in enumerate(parts)}, weight=weight.contiguous(), past=past,
+            new_past=new, **{f"y{i}": y for i, y in enumerate(outputs)}, real=mask, **{f"D{i}": width for i, width in enumerate(widths)},
+            eps=eps, **{f"F{i}": head for i, head in enumerate(heads)}, **{f"N{i}": NORMS[norm] for i, norm in enumerate(norms)},
             W=weight.shape[1], MASKED=mask is not None, BF=block(max(heads)), num_warps=1,
         )  # fmt: skip
     return outputs, new

@@ -7,19 +7,25 @@ because its 16-bit arithmetic is not right. Kernels read strides from shapes: ev
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import operator
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
+from triton import knobs
 
 from .contract import INTERPRETING
+from .plans import note_launch
 from .ranks import CHUNK, Ranks
 
 INTERPRET = tl.constexpr(INTERPRETING)
+PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def block(size: int) -> int:
@@ -37,32 +43,85 @@ def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device_of(x) if x.is_cuda else contextlib.nullcontext()
 
 
+class _Parameters(NamedTuple):
+    """Those of a kernel: all names; a choice of the constants, and one of the other ones; of the latter, places and whether a number's
+    value is compiled in.
+    """
+
+    names: list[str]
+    constants: Callable[[list[Any]], Any]
+    others: Callable[[list[Any]], tuple[Any, ...]]
+    places: list[tuple[int, bool]]
+
+
+_PARAMETERS: dict[int, _Parameters] = {}  # by the kernel's id: Triton's own hash of a kernel takes longer
 _COMPILED: dict[tuple[Any, ...], Any] = {}
 
 
-def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> Any:
-    """`kernel[grid](**arguments)`, but what was compiled is found by fewer steps: Triton's own takes 50 microseconds a launch.
+def _parameters(kernel: Any) -> _Parameters:
+    constants = [i for i, x in enumerate(kernel.params) if x.is_constexpr]
+    places = [(i, not x.do_not_specialize) for i, x in enumerate(kernel.params) if not x.is_constexpr]
+    others = operator.itemgetter(*(i for i, _ in places))
+    return _Parameters(kernel.arg_names, operator.itemgetter(*constants), others, places)
 
-    Arguments that the kernel has no parameter for are left out, but for num_warps and num_stages. Returns what was compiled.
+
+class _Interpreted:
+    """What a compiled kernel is for `plans`, of one that the interpreter runs: tensors are found again by their addresses."""
+
+    function, packed_metadata = None, ()
+
+    def __init__(self, kernel: Any, values: list[Any], options: dict[str, int]) -> None:
+        self._kernel, self._options = kernel, options
+        self._like = [x if isinstance(x, Tensor) and x.numel() else None for x in values]
+
+    def run(self, x: int, y: int, z: int, *more: Any) -> None:
+        values = list(more[6:])
+        for place, like in enumerate(self._like):
+            if like is not None:
+                data = (ctypes.c_byte * (like.numel() * like.element_size())).from_address(values[place])
+                values[place] = torch.frombuffer(data, dtype=like.dtype).view(like.shape)
+        self._kernel[x, y, z](*values, **self._options)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> Any:
+    """`kernel[grid](**arguments)`, but what was compiled is found and started by fewer steps: Triton's own take 50 microseconds.
+
+    The first argument is a tensor, on the current device. Arguments that the kernel has no parameter for are left out, but for
+    num_warps and num_stages. Returns what was compiled, nothing under the interpreter.
     """
-    given: list[Any] = [arguments.get(name) for name in kernel.arg_names]
-    options = {name: arguments[name] for name in ("num_warps", "num_stages") if name in arguments}
+    options: dict[str, Any] = {name: arguments[name] for name in ("num_warps", "num_stages") if name in arguments}
     if INTERPRETING:
-        return kernel[grid](*given, **options)
-    key: list[Any] = [kernel, given[0].get_device(), *options.values()]
-    for parameter, x in zip(kernel.params, given, strict=True):
+        values = list(map(arguments.get, kernel.arg_names))
+        with _disable_current_modes():  # what the interpreter does with torch is no part of the call
+            kernel[grid](*values, **options)
+        note_launch((*grid, 1, 1)[:3], _Interpreted(kernel, values, options), values)
+        return None
+    parameters = _PARAMETERS.get(id(kernel))
+    if parameters is None:
+        parameters = _PARAMETERS[id(kernel)] = _parameters(kernel)
+    given: list[Any] = list(map(arguments.get, parameters.names))
+    device, addresses, key = given[0].get_device(), given.copy(), [id(kernel), *options.values()]
+    for (place, specialised), x in zip(parameters.places, parameters.others(given), strict=True):
         if isinstance(x, Tensor):
-            key += x.dtype, x.data_ptr() % 16
-        elif parameter.is_constexpr or not parameter.do_not_specialize:
+            addresses[place] = address = x.data_ptr()
+            key += x.dtype, address & 15
+        elif specialised or x is None:
             key.append(x)
         elif isinstance(x, int):
             key.append(-(2**31) <= x < 2**31)
-    compiled = _COMPILED.get(tuple(key))
-    if compiled is None:
-        compiled = _COMPILED[tuple(key)] = kernel[grid](*given, **options)
+    whole_key = (device, parameters.constants(given), *key)
+    compiled = _COMPILED.get(whole_key)
+    if compiled is None or knobs.runtime.launch_enter_hook.calls:
+        compiled = _COMPILED[whole_key] = kernel[grid](*given, **options)
     else:
-        compiled[(*grid, 1, 1)[:3]](*given)
+        x, y, z = (*grid, 1, 1)[:3]
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *addresses)
+    note_launch((*grid, 1, 1)[:3], compiled, given)
     return compiled
+
+
+_LIBRARIES: dict[str, torch.library.Library] = {}
 
 
 def custom(
@@ -91,10 +150,17 @@ def custom(
         materialize: whether `backward` gets zeros, and not None, for results that have no gradient.
     """
     space = re.sub(r"\W", "_", module)
-    run = torch.library.custom_op(f"{space}::{name}", forward, mutates_args=())
-    run_backward = torch.library.custom_op(f"{space}::{name}_backward", backward, mutates_args=())
-    run.register_fake(fake_forward)
-    run_backward.register_fake(fake_backward)
+    _LIBRARIES.pop(f"{space}::{name}", None)  # an operator lives as long as its library; a module may be loaded again
+    library = _LIBRARIES[f"{space}::{name}"] = torch.library.Library(space, "FRAGMENT")
+
+    def define(own: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+        library.define(own + torch.library.infer_schema(function, mutates_args=()), tags=torch.Tag.pt2_compliant_tag)
+        for device in ("CUDA", "CPU"):  # on a CPU under the interpreter
+            library.impl(own, function, device)
+        torch.library.register_fake(f"{space}::{own}", fake, lib=library)
+        return getattr(getattr(torch.ops, space), own).default
+
+    run, run_backward = define(name, forward, fake_forward), define(f"{name}_backward", backward, fake_backward)
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.tensors = [isinstance(x, Tensor) for x in inputs]
@@ -102,18 +168,43 @@ def custom(
         ctx.save_for_backward(*(x for x in inputs if isinstance(x, Tensor)), *output)
         ctx.set_materialize_grads(materialize)
 
-    def differentiate(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        saved = list(ctx.saved_tensors)
-        arguments = [saved.pop(0) if tensor else other for tensor, other in zip(ctx.tensors, ctx.others, strict=True)]
-        found = run_backward(*grads[:outputs], *arguments, *saved)
+    def differentiate(ctx: Any, *grads: Any, run: Callable[..., Any] = run_backward) -> tuple[Any, ...]:
+        saved = iter(ctx.saved_tensors)
+        arguments = [next(saved) if tensor else other for tensor, other in zip(ctx.tensors, ctx.others, strict=True)]
+        found = run(*grads[:outputs], *arguments, *saved)
         results: list[Any] = [None] * len(arguments)
         for at, grad in zip(inputs, found, strict=True):
             if isinstance(arguments[at], Tensor):
                 results[at] = grad
         return tuple(results)
 
-    run.register_autograd(differentiate, setup_context=keep)
-    return run
+    torch.library.register_autograd(f"{space}::{name}", differentiate, setup_context=keep, lib=library)
+
+    class Direct(torch.autograd.Function):
+        """The same where nobody looks at operators: torch's way to a custom one takes longer than a kernel."""
+
+        @staticmethod
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            results = forward(*arguments)
+            keep(ctx, arguments, results)
+            ctx.mark_non_differentiable(*results[outputs:])
+            return results
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return differentiate(ctx, *grads, run=backward)
+
+    def call(*arguments: Any) -> Any:
+        tensors = [x for x in arguments if isinstance(x, Tensor)]
+        watched = is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active()
+        if torch.compiler.is_compiling() or watched or any(type(x) not in PLAIN for x in tensors):
+            return run(*arguments)
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            return Direct.apply(*arguments)
+        return forward(*arguments)
+
+    return call
 
 
 # --- in kernels ---
@@ -171,14 +262,18 @@ def key_pointers(
     SHIFT: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Where the key of the pair in slot `r` begins, and whether there is one. Slots before the document are in its head."""
+    """Where the key of the pair in slot `r` begins, and whether there is one. Slots before the document are in its head (None:
+    there are no pairs in them).
+    """
     rank = r - SHIFT
     row = row_of(rows, start, rank, (rank >= 0) & (r < length), MASKED)
-    pointers = k + (row * H + h) * K
+    pointers, there = k + (row * H + h) * K, (r < length) & (r > -W)
     if SHIFT + W > 1:
-        head = head_x + ((n * H + h) * W + r + (W - 1)) * K
-        pointers = tl.where(rank >= 0, pointers, head)
-    return pointers, (r < length) & (r > -W)
+        if head_x is None:
+            there = there & (rank >= 0)
+        else:
+            pointers = tl.where(rank >= 0, pointers, head_x + ((n * H + h) * W + r + (W - 1)) * K)
+    return pointers, there
 
 
 @triton.jit
@@ -202,11 +297,19 @@ def value_pointers(
     the head's. (Without one it has the token's own value, which nothing writes.)
     """
     row = row_of(rows, start, r, (r >= 0) & (r < length), MASKED)
-    pointers = v + (row * H + h) * V
+    pointers, there = v + (row * H + h) * V, (r < length) & (r > -W)
     if W > 1:
-        head = head_v + ((n * H + h) * W + r + (W - 1)) * V
-        pointers = tl.where(r >= first, pointers, head)
-    return pointers, (r < length) & (r > -W)
+        if head_v is None:
+            there = there & (r >= first)
+        else:
+            pointers = tl.where(r >= first, pointers, head_v + ((n * H + h) * W + r + (W - 1)) * V)
+    return pointers, there
+
+
+@triton.jit
+def missing_pairs(first, n, SHIFT: tl.constexpr):
+    """1 where the first token of document `n` has no pair: what `first` says of it (None: it has no key before it)."""
+    return SHIFT if first is None else tl.load(first + n)
 
 
 # --- one number a token and head, between tokens [B, T, H] and chunks [M, H, C] ---
@@ -293,14 +396,14 @@ def tables(ranks: Ranks) -> dict[str, Any]:
 def into_chunks(x: Tensor, ranks: Ranks) -> Tensor:
     """`[B, T, H]` to float32 `[M, H, C]`, 0 in slots without a token of their own."""
     out = x.new_empty(ranks.chunks, x.shape[2], CHUNK, dtype=torch.float32)
-    _move(_into_chunks, (x.contiguous(), out, None), ranks, x.shape[2], PREFIX=False)
+    _move(_into_chunks, ranks, x.shape[2], x=x.contiguous(), out=out, PREFIX=False)
     return out
 
 
 def prefix(x: Tensor, ranks: Ranks) -> Tensor:
     """Sums of `[B, T, H]` from each chunk's start up to every token, and what float32 left off of them: `[2, M, H, C]`."""
     out = x.new_empty(2, ranks.chunks, x.shape[2], CHUNK, dtype=torch.float32)
-    _move(_into_chunks, (x.contiguous(), out[0], out[1]), ranks, x.shape[2], PREFIX=True)
+    _move(_into_chunks, ranks, x.shape[2], x=x.contiguous(), out=out[0], low=out[1], PREFIX=True)
     return out
 
 
@@ -308,16 +411,16 @@ def out_of_chunks(x: Tensor, ranks: Ranks, dtype: torch.dtype) -> Tensor:
     """`[M, H, C]` to `[B, T, H]`; masked tokens are 0."""
     make = torch.empty if ranks.rows is None else torch.zeros
     out = make(ranks.batch, ranks.tokens, x.shape[1], dtype=dtype, device=x.device)
-    _move(_out_of_chunks, (x, out), ranks, x.shape[1])
+    _move(_out_of_chunks, ranks, x.shape[1], x=x, out=out)
     return out
 
 
-def _move(kernel: Any, tensors: tuple[Any, ...], ranks: Ranks, heads: int, **options: Any) -> None:
+def _move(kernel: Any, ranks: Ranks, heads: int, **arguments: Any) -> None:
     width = min(16, 1 << (heads - 1).bit_length())
-    with on_device(tensors[0]):
-        kernel[(ranks.chunks, parts(heads, width))](
-            *tensors, **tables(ranks), H=heads, OVERLAP=ranks.overlap, BH=width, **options
-        )
+    with on_device(arguments["x"]):
+        launch(
+            kernel, (ranks.chunks, parts(heads, width)), **tables(ranks), H=heads, OVERLAP=ranks.overlap, BH=width, **arguments
+        )  # fmt: skip
 
 
 # --- many launches that are nearly alike ---

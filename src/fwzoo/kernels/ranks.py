@@ -104,6 +104,8 @@ def make_ranks(
     sizes = [tokens] * batch if bounds is None else [b - a for a, b in itertools.pairwise(bounds)]
     stride = CHUNK - overlap
     chunks = [-(-size // stride) for size in sizes]
+    if bounds is None and tokens > 0:  # as many segments, but of equal length
+        segment = -(-chunks[0] // -(-chunks[0] // segment))
     segments = [-(-n // segment) for n in chunks]
     common = (batch, tokens, len(sizes), overlap, segment, sum(chunks), sum(segments))
     if mask is None and bounds is None:

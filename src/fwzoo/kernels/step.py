@@ -19,9 +19,14 @@ from torch import Tensor
 from .contract import may_overwrite_states
 from .falcon.prepass import SQUARINGS
 from .falcon.rules import FalconState, Options
-from .gpu import block, on_device, read
+from .gpu import block, launch, on_device, parts, read
 
 COLUMNS, WARPS = 32, 2  # of S that a program holds: enough for whole cache lines, few enough to stay in registers
+MANY, MANY_WARPS, STAGES = (
+    512,
+    4,
+    3,
+)  # heads from which on a program goes through all columns of one; its warps and pipeline stages
 NOTHING = (None,) * 5
 
 
@@ -138,6 +143,103 @@ def _window_energies(
     tl.store(energy + g, _top_eigenvalue(gram, WINDOW), mask=g < rows)
 
 
+@triton.jit
+def _keys(
+    k, key, tail_x, n, h, t, begin, entries, tokens, heads, d, K: tl.constexpr, WINDOW: tl.constexpr, SHIFTED: tl.constexpr
+):  # fmt: skip
+    """The keys that token t writes, a tuple of `[K]`, of which only `entries` exist."""
+    x = ()
+    for j in tl.static_range(WINDOW):
+        there = _key_of(k, key, tail_x, n, h, t - (WINDOW - 1) + j, begin, tokens, heads, K, WINDOW, SHIFTED)
+        x = x + (read(there + d, d < entries),)
+    return x
+
+
+@triton.jit
+def _values(v, tail_v, n, h, t, begin, entries, tokens, heads, c, V: tl.constexpr, WINDOW: tl.constexpr):
+    """Their values."""
+    value = ()
+    for j in tl.static_range(WINDOW):
+        there = _value_of(v, tail_v, n, h, t - (WINDOW - 1) + j, begin, tokens, heads, V, WINDOW)
+        value = value + (read(there + c, c < entries),)
+    return value
+
+
+@triton.jit
+def _energy_of(energies, token, x, GATED: tl.constexpr, WINDOW: tl.constexpr, NEEDED: tl.constexpr):
+    """Summed energy of the keys that a token writes."""
+    summed = 0.0
+    if energies is not None:
+        summed = tl.load(energies + token)
+    elif GATED and NEEDED:
+        square = x[0].to(tl.float32) * x[0].to(tl.float32)
+        for j in tl.static_range(1, WINDOW):
+            square += x[j].to(tl.float32) * x[j].to(tl.float32)
+        summed = tl.sum(square, 0)
+    return summed
+
+
+@triton.jit
+def _gates(
+    gain, other, token, c, summed, pairs, alive, writes, eps, decay_floor,
+    V: tl.constexpr, WINDOW: tl.constexpr, GATED: tl.constexpr, PER_COLUMN: tl.constexpr, DIVIDE: tl.constexpr,
+    COUPLED: tl.constexpr,
+):  # fmt: skip
+    """Strength and decay of a token, for a block of columns `[1, c]` where every column has its own."""
+    strength, decay = 1.0, 1.0
+    if PER_COLUMN:
+        strength = read(gain + token * V + c, c < V * alive).to(tl.float32)[None, :]
+    elif gain is not None:
+        strength = read(gain + token, alive > 0).to(tl.float32)
+    if other is not None:
+        decay = read(other + token, alive > 0).to(tl.float32)
+    if GATED:
+        beta, lam, energy = strength, decay, summed / pairs
+        if COUPLED:
+            lam = lam * energy
+        if DIVIDE:
+            under = energy + lam + eps
+            writes = writes & (under != 0)
+            inverse = tl.where(writes, 1.0 / tl.where(writes, under, 1.0), 0.0)
+            strength = beta * inverse
+            # 1 - eta * ridge, so that float32 keeps its digits near the floor
+            decay = tl.where(writes, (energy + eps) * inverse, 1.0) + (1.0 - beta) * (lam * inverse)
+        else:
+            strength = tl.where(writes, beta, 0.0)
+            decay = 1.0 - strength * lam
+        decay = tl.maximum(decay, decay_floor)
+        if WINDOW > 1:
+            strength = strength / pairs
+    elif other is not None:
+        decay = tl.exp(decay)
+    return strength, decay
+
+
+@triton.jit
+def _advance(
+    old, x, value, wanted, strength, decay,
+    WINDOW: tl.constexpr, REGRESSION: tl.constexpr, DECAY_FIRST: tl.constexpr, READ_AFTER_WRITE: tl.constexpr,
+):  # fmt: skip
+    """S after a token, and what it reads; wanted: its query `[K, 1]`."""
+    if not READ_AFTER_WRITE:
+        found = tl.sum(old * wanted, 0)
+    if DECAY_FIRST:
+        old = old * decay
+    written = ()
+    for j in tl.static_range(WINDOW):
+        one = value[j].to(tl.float32)[None, :]
+        if REGRESSION:
+            one = one - tl.sum(old * x[j].to(tl.float32)[:, None], 0)[None, :]
+        written = written + (strength * one,)
+    if not DECAY_FIRST:
+        old = old * decay
+    for j in tl.static_range(WINDOW):  # where nothing is written, keys are 0 and the decay is 1
+        old += x[j].to(tl.float32)[:, None] * written[j]
+    if READ_AFTER_WRITE:
+        found = tl.sum(old * wanted, 0)
+    return old, found
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _steps(
     q,
@@ -182,19 +284,25 @@ def _steps(
     NORMALIZE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """GATED: a Falcon rule; `gain`, `other` are its beta and ridge. Otherwise strength and log-decay, either of them perhaps None.
 
-    Every program of a head reads the head's keys, so what changes but S goes to new tensors.
+    PARTS: blocks of columns that a program of a single token goes through, each loaded while the ones before are worked on; 0 for
+    several tokens, whose programs hold one block. All programs of a head read its keys, so what changes but S goes to new tensors.
     """
     sequence_head = tl.program_id(1).to(tl.int64)
     n, h = sequence_head // heads, sequence_head % heads
-    d, c = tl.arange(0, BLOCK_K), tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    inside = (d < K)[:, None] & (c < V)[None, :]
-    at = sequence_head * K * V + d[:, None] * V + c[None, :]
-    old = tl.load(S + at, mask=inside, other=0.0)
+    d, columns = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    c = tl.program_id(0) * BLOCK_V * (PARTS if PARTS else 1) + columns
+    states = sequence_head * K * V + d[:, None] * V
+    if not PARTS:
+        inside = (d < K)[:, None] & (c < V)[None, :]
+        old = tl.load(S + states + c[None, :], mask=inside, other=0.0)
     # every wait for other threads is also one for loads before it, so all loads come first
-    begin, before, moved = 0, 0, ()
+    begin, before, moved, pairs_of_call, there_is = 0, 0, (), 0, 1
+    own = d < tl.where(tl.program_id(0) == 0, K, 0)
     if GATED:
         before = tl.load(count + n)
         known = tl.load(has_key + n) != 0
@@ -202,96 +310,82 @@ def _steps(
             begin = tl.where(known, 0, 1)
         there_is = tl.load(real + n * tokens).to(tl.int32) if MASKED else 1
         pairs_of_call = (tokens - begin) * there_is
-        own = d < tl.where(tl.program_id(0) == 0, K, 0)
         there = tl.where(there_is > 0, k + ((n * tokens + tokens - 1) * heads + h) * K, key + sequence_head * K)
         moved = (tl.load(there + d, mask=own),)
         for i in tl.static_range(WINDOW - 1):
             t = begin + i + pairs_of_call - (WINDOW - 1)
             there = _key_of(k, key, tail_x, n, h, t, begin, tokens, heads, K, WINDOW, SHIFTED)
             moved = moved + (tl.load(there + d, mask=own),)
-            there = _value_of(v, tail_v, n, h, t, begin, tokens, heads, V, WINDOW)
-            moved = moved + (tl.load(there + c, mask=c < V),)
     if z is not None:
         norms = tl.load(z + sequence_head * K + d, mask=d < K, other=0.0)
-    for t in range(tokens):
+    for t in range(tokens if not PARTS else 1):
         token = (n * tokens + t) * heads + h
         # how many entries of this token's rows exist: none where it is masked (a bound, as masks of blocks and scalars do not mix)
         alive = tl.load(real + n * tokens + t).to(tl.int32) if MASKED else 1
         writes = (alive > 0) & (t >= begin)
         new_k, new_v = tl.where(writes, K, 0), tl.where(writes, V, 0)
-        x, value = (), ()
-        for j in tl.static_range(WINDOW):
-            there = _key_of(k, key, tail_x, n, h, t - (WINDOW - 1) + j, begin, tokens, heads, K, WINDOW, SHIFTED)
-            x = x + (read(there + d, d < new_k),)
-            there = _value_of(v, tail_v, n, h, t - (WINDOW - 1) + j, begin, tokens, heads, V, WINDOW)
-            value = value + (read(there + c, c < new_v),)
-        row = read(q + token * K + d, d < K * alive)
-        strength, decay = 1.0, 1.0
-        if PER_COLUMN:
-            strength = read(gain + token * V + c, c < V * alive).to(tl.float32)[None, :]
-        elif gain is not None:
-            strength = read(gain + token, alive > 0).to(tl.float32)
-        if other is not None:
-            decay = read(other + token, alive > 0).to(tl.float32)
-        if GATED:
-            summed = 0.0
-            if energies is not None:
-                summed = tl.load(energies + token)
-            elif DIVIDE or COUPLED:
-                square = x[0].to(tl.float32) * x[0].to(tl.float32)
-                for j in tl.static_range(1, WINDOW):
-                    square += x[j].to(tl.float32) * x[j].to(tl.float32)
-                summed = tl.sum(square, 0)
-            pairs = tl.minimum(tl.maximum(before + t + 1 - begin, 1), WINDOW).to(tl.float32)
-            beta, lam, energy = strength, decay, summed / pairs
-            if COUPLED:
-                lam = lam * energy
-            if DIVIDE:
-                under = energy + lam + eps
-                writes = writes & (under != 0)
-                inverse = tl.where(writes, 1.0 / tl.where(writes, under, 1.0), 0.0)
-                strength = beta * inverse
-                # 1 - eta * ridge, so that float32 keeps its digits near the floor
-                decay = tl.where(writes, (energy + eps) * inverse, 1.0) + (1.0 - beta) * (lam * inverse)
-            else:
-                strength = tl.where(writes, beta, 0.0)
-                decay = 1.0 - strength * lam
-            decay = tl.maximum(decay, decay_floor)
-            if WINDOW > 1:
-                strength = strength / pairs
-        elif other is not None:
-            decay = tl.exp(decay)
-        wanted = (row.to(tl.float32) * scale)[:, None]
-        if not READ_AFTER_WRITE:
-            found = tl.sum(old * wanted, 0)
-        if DECAY_FIRST:
-            old = old * decay
-        written = ()
-        for j in tl.static_range(WINDOW):
-            one = value[j].to(tl.float32)[None, :]
-            if REGRESSION:
-                one = one - tl.sum(old * x[j].to(tl.float32)[:, None], 0)[None, :]
-            written = written + (strength * one,)
-        if not DECAY_FIRST:
-            old = old * decay
-        for j in tl.static_range(WINDOW):  # where nothing is written, keys are 0 and the decay is 1
-            old += x[j].to(tl.float32)[:, None] * written[j]
-        if READ_AFTER_WRITE:
-            found = tl.sum(old * wanted, 0)
+        x = _keys(k, key, tail_x, n, h, t, begin, new_k, tokens, heads, d, K, WINDOW, SHIFTED)
+        row = read(q + token * K + d, d < K * alive).to(tl.float32)
+        wanted = (row * scale)[:, None]
+        summed = _energy_of(energies, token, x, GATED, WINDOW, DIVIDE or COUPLED)
+        pairs = tl.minimum(tl.maximum(before + t + 1 - begin, 1), WINDOW).to(tl.float32)
         if z is not None:
+            decay = 1.0
+            if other is not None:
+                decay = tl.exp(read(other + token, alive > 0).to(tl.float32))
             norms = norms * decay + x[0].to(tl.float32)
+            divisor = 1.0
             if NORMALIZE:
-                found = found / tl.where(alive > 0, tl.sum(norms * row.to(tl.float32), 0) + eps, 1.0)
-        tl.store(o + token * V + c, found.to(o.dtype.element_ty), mask=c < V)
-    tl.store(new_S + at, old, mask=inside)
+                divisor = tl.where(alive > 0, tl.sum(norms * row, 0) + eps, 1.0)
+        if PARTS:
+            for part in tl.range(PARTS, num_stages=STAGES):
+                mine = c + part * BLOCK_V
+                inside = (d < K)[:, None] & (mine < V)[None, :]
+                block = tl.load(S + states + mine[None, :], mask=inside, other=0.0)
+                value = _values(v, tail_v, n, h, 0, begin, new_v, tokens, heads, mine, V, WINDOW)
+                strength, decay = _gates(
+                    gain, other, token, mine, summed, pairs, alive, writes, eps, decay_floor,
+                    V, WINDOW, GATED, PER_COLUMN, DIVIDE, COUPLED,
+                )  # fmt: skip
+                for i in tl.static_range(WINDOW - 1):
+                    there = _value_of(
+                        v, tail_v, n, h, begin + i + pairs_of_call - (WINDOW - 1), begin, tokens, heads, V, WINDOW
+                    )
+                    to = new_tail_v + ((n * (WINDOW - 1) + i) * heads + h) * V
+                    tl.store(to + mine, tl.load(there + mine, mask=mine < V), mask=mine < V)
+                block, found = _advance(
+                    block, x, value, wanted, strength, decay, WINDOW, REGRESSION, DECAY_FIRST, READ_AFTER_WRITE
+                )
+                if NORMALIZE:
+                    found = found / divisor
+                tl.store(o + token * V + mine, found.to(o.dtype.element_ty), mask=mine < V)
+                tl.store(new_S + states + mine[None, :], block, mask=inside)
+        else:
+            value = _values(v, tail_v, n, h, t, begin, new_v, tokens, heads, c, V, WINDOW)
+            strength, decay = _gates(
+                gain, other, token, c, summed, pairs, alive, writes, eps, decay_floor,
+                V, WINDOW, GATED, PER_COLUMN, DIVIDE, COUPLED,
+            )  # fmt: skip
+            old, found = _advance(
+                old, x, value, wanted, strength, decay, WINDOW, REGRESSION, DECAY_FIRST, READ_AFTER_WRITE
+            )
+            if NORMALIZE:
+                found = found / divisor
+            tl.store(o + token * V + c, found.to(o.dtype.element_ty), mask=c < V)
+    if not PARTS:
+        tl.store(new_S + states + c[None, :], old, mask=inside)
+        for i in tl.static_range(WINDOW - 1):
+            t = begin + i + pairs_of_call - (WINDOW - 1)
+            there = _value_of(v, tail_v, n, h, t, begin, tokens, heads, V, WINDOW)
+            to = new_tail_v + ((n * (WINDOW - 1) + i) * heads + h) * V
+            tl.store(to + c, tl.load(there + c, mask=c < V), mask=c < V)
     if z is not None:
-        tl.store(new_z + sequence_head * K + d, norms, mask=d < tl.where(tl.program_id(0) == 0, K, 0))
+        tl.store(new_z + sequence_head * K + d, norms, mask=own)
     if GATED:
         tl.store(new_key + sequence_head * K + d, moved[0], mask=own)
         for i in tl.static_range(WINDOW - 1):
             to = (n * (WINDOW - 1) + i) * heads + h
-            tl.store(new_tail_x + to * K + d, moved[1 + 2 * i], mask=own)
-            tl.store(new_tail_v + to * V + c, moved[2 + 2 * i], mask=c < V)
+            tl.store(new_tail_x + to * K + d, moved[1 + i], mask=own)
         if (tl.program_id(0) == 0) & (h == 0):
             tl.store(new_has_key + n, known | (there_is > 0))
             tl.store(new_count + n, tl.minimum(before + pairs_of_call, WINDOW - 1))
@@ -317,35 +411,18 @@ def _run(
     S = S.contiguous()
     new_S = S if may_overwrite_states() else torch.empty_like(S)
     o = v.new_empty(batch, tokens, heads, v_size)
-    # enough columns for whole cache lines, few enough that S stays in registers
     block_k, block_v = block(k_size), min(block(v_size), COLUMNS if k_size <= 128 else 16)
+    blocks = parts(v_size, block_v)
+    through = 0 if tokens > 1 else blocks if batch * heads >= MANY else 1
+    names = ("key", "tail_x", "tail_v", "has_key", "count")
     with on_device(q):
-        _steps[(triton.cdiv(v_size, block_v), batch * heads)](
-            q,
-            k,
-            v,
-            gain,
-            other,
-            *state,
-            energies,
-            mask,
-            z[0],
-            S,
-            *new,
-            z[1],
-            new_S,
-            o,
-            tokens,
-            heads,
-            K=k_size,
-            V=v_size,
-            WINDOW=window,
-            MASKED=mask is not None,
-            BLOCK_K=block_k,
-            BLOCK_V=block_v,
-            num_warps=WARPS,
-            **options,
-        )
+        launch(
+            _steps, (parts(blocks, max(1, through)), batch * heads), q=q, k=k, v=v, gain=gain, other=other,
+            **dict(zip(names, state, strict=True)), energies=energies, real=mask, z=z[0], S=S,
+            **{f"new_{name}": x for name, x in zip(names, new, strict=True)}, new_z=z[1], new_S=new_S, o=o, tokens=tokens, heads=heads,
+            K=k_size, V=v_size, WINDOW=window, MASKED=mask is not None, BLOCK_K=block_k, BLOCK_V=block_v, PARTS=through,
+            STAGES=STAGES, num_warps=WARPS if through < 2 else MANY_WARPS, **options,
+        )  # fmt: skip
     return o, new_S
 
 
@@ -440,25 +517,12 @@ def _energies(q: Tensor, k: Tensor, state: FalconState, mask: Tensor | None, opt
     """falcon3's energies before they are divided by the number of pairs `[N, T, H]`; None where the step sums them itself."""
     if not (options.needs_energy and options.rule.regression and options.window > 1):
         return None
-    (batch, tokens, heads, k_size), few = q.shape, 8
+    (batch, tokens, heads, k_size), few = q.shape, 2
     energies = q.new_empty(batch, tokens, heads, dtype=torch.float32)
     with on_device(q):
-        _window_energies[(triton.cdiv(energies.numel(), few),)](
-            k,
-            state.key,
-            state.tail_x,
-            state.has_key,
-            mask,
-            energies,
-            tokens,
-            heads,
-            energies.numel(),
-            K=k_size,
-            WINDOW=options.window,
-            SHIFTED=options.shifted,
-            MASKED=mask is not None,
-            BLOCK_K=block(k_size),
-            ROWS=few,
-            num_warps=1,
-        )
+        launch(
+            _window_energies, (parts(energies.numel(), few),), k=k, key=state.key, tail_x=state.tail_x, has_key=state.has_key,
+            real=mask, energy=energies, tokens=tokens, heads=heads, rows=energies.numel(), K=k_size, WINDOW=options.window,
+            SHIFTED=options.shifted, MASKED=mask is not None, BLOCK_K=block(k_size), ROWS=few, num_warps=1,
+        )  # fmt: skip
     return energies

@@ -127,10 +127,15 @@ class ShortConvolution(nn.Module):
         ranks = make_ranks(parts[0], mask, bounds)
         widths = [part.shape[2] for part in parts]
         pasts = [None] * len(parts) if past is None else past.split(widths, -1)
-        heads = [
-            convolution.convolution(x, weight, own, ranks, head=size, norm=norm, eps=eps).unflatten(-1, (-1, size))
-            for x, weight, own, size, norm in zip(parts, self.weight.split(widths), pasts, sizes, norms, strict=True)
-        ]
+        if len(set(sizes)) == 1 and norms[0] == norms[1]:  # all in one
+            found = convolution.convolution(parts, self.weight, past, ranks, head=sizes[0], norms=norms, eps=eps)
+        else:
+            each = zip(parts, self.weight.split(widths), pasts, sizes, norms, strict=True)
+            found = [
+                convolution.convolution([x], weight, own, ranks, head=size, norms=[norm], eps=eps)[0]
+                for x, weight, own, size, norm in each
+            ]
+        heads = [x.unflatten(-1, (-1, size)) for x, size in zip(found, sizes, strict=True)]
         if not keep:
             return heads, None
         if past is None:

@@ -111,10 +111,10 @@ def falcon(
     options = _check_options(rule, window, pairing, timing, step, scale_coupled, eps, decay_floor)
     bounds, documents = contract.check_documents(mask, cu_seqlens, q)
     dtype = contract.compute_dtype(q.dtype)
-    state = contract.start_state(state, lambda q, v: empty_state(documents, q, v, options.window, dtype), q, v)
+    state = contract.given_state(state, lambda q, v: empty_state(documents, q, v, options.window, dtype), q, v)
     if contract.debugging():
         _check_values(q, k, v, beta, ridge, mask, options)
-    tensors = (q, k, v, beta, ridge, *state)
+    tensors = (q, k, v, beta, ridge, *(state or ()))
     few, backward = contract.few_tokens(tensors, mask, bounds), contract.needs_backward(tensors)
     run = FALCON.resolve(
         level, q.shape[1], (q, k, v), _limits(few, backward, rule=rule, window=window, decay_floor=decay_floor)

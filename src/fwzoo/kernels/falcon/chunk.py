@@ -23,7 +23,7 @@ from ..contract import compute_dtype
 from ..segments import scan_segments, scan_steps
 from ..tiling import Tiling
 from .reference import falcon_reference
-from .rules import FalconState, Options, Rule, step_and_decay, window_energy
+from .rules import FalconState, Options, Rule, started, step_and_decay, window_energy
 
 
 def falcon_chunk(
@@ -33,11 +33,12 @@ def falcon_chunk(
     beta: Tensor,
     ridge: Tensor,
     options: Options,
-    state: FalconState,
+    state: FalconState | None,
     mask: Tensor | None,
     bounds: list[int] | None,
 ) -> tuple[Tensor, FalconState]:
     """Chunk-parallel form over `[B, T, H, .]`; arguments are those of `fwzoo.kernels.falcon`, checked."""
+    state = started(state, q, v, bounds, options)
     if q.shape[1] == 0:
         return falcon_reference(q, k, v, beta, ridge, options, state, mask, bounds)
     rule, window, dtype, heads = options.rule, options.window, compute_dtype(q.dtype), q.shape[2]

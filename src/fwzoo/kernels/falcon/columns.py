@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..associative import FIXED, _segment, scan
-from ..gpu import block, dot, key_pointers, of_chunk, on_device, read, row_of, value_pointers
+from ..gpu import block, dot, key_pointers, missing_pairs, of_chunk, on_device, read, row_of, value_pointers
 from ..ranks import CHUNK, Ranks
 from .prepass import energy_backward
 from .rescaled import Rescaled
@@ -118,7 +118,7 @@ def _column_states(
     dv = tl.program_id(1) * BV + tl.arange(0, BV)
     S = tl.zeros([BK, BV], tl.float32)
     sum_u = tl.zeros([BV], tl.float32)
-    missing = tl.load(first + n)
+    missing = missing_pairs(first, n, SHIFT)
     for step in range(begin, end):
         i = step
         if BACK:
@@ -206,7 +206,7 @@ def _column_values(
     in_k, in_v = (dk < K)[None, :], (dv < V)[None, :]
     own = ((q * H + h) * K + dk)[:, None] * V + dv[None, :]
     S = tl.load(state + own, mask=(dk < K)[:, None] & in_v, other=0.0)
-    missing = tl.load(first + n)
+    missing = missing_pairs(first, n, SHIFT)
     for step in range(begin, end):
         i = step
         if BACK:
@@ -319,7 +319,9 @@ def _column_scores(
     at = (c * H + h) * C
     token = r < length
     row = row_of(rows, start, r, token, MASKED) * H + h
-    vp, vok = value_pointers(v, head_v, rows, n, start, length, tl.load(first + n), h, r, H, V, 1, SHIFT, MASKED)
+    vp, vok = value_pointers(
+        v, head_v, rows, n, start, length, missing_pairs(first, n, SHIFT), h, r, H, V, 1, SHIFT, MASKED
+    )
     inverse = tl.load(strength + at + e)[:, None]
     found = tl.zeros([C, C], tl.float32)
     for begin in range(0, V, BV):
@@ -389,7 +391,7 @@ def _column_keys(
     in_k, in_v = (dk < K)[None, :], (dv < V)[None, :]
     own = (q * H + h) * K * V + dv[:, None] + dk[None, :] * V
     S = tl.load(state + own, mask=(dv < V)[:, None] & in_k, other=0.0)
-    missing = tl.load(first + n)
+    missing = missing_pairs(first, n, SHIFT)
     for step in range(begin, end):
         i = step
         if BACK:
@@ -432,9 +434,9 @@ class Columns:
     k: Tensor
     v: Tensor
     beta: Tensor
-    head_x: Tensor
-    head_v: Tensor
-    first: Tensor
+    head_x: Tensor | None
+    head_v: Tensor | None
+    first: Tensor | None
     found: Tensor
     ranks: Ranks
     options: Options
@@ -500,7 +502,9 @@ class Columns:
             **self._common(), **launch,
         )  # fmt: skip
 
-    def _keys(self, d_o: Tensor, scores: Tensor, state: Tensor, out: Tensor, head_out: Tensor, back: bool) -> None:
+    def _keys(
+        self, d_o: Tensor, scores: Tensor, state: Tensor, out: Tensor, head_out: Tensor | None, back: bool
+    ) -> None:
         k_size, v_size = self.k.shape[3], self.v.shape[3]
         columns = cut("keys", v_size, k_size)
         _column_keys[(self.ranks.segments * self.q.shape[2], triton.cdiv(k_size, columns))](
@@ -521,7 +525,7 @@ class Columns:
         )  # fmt: skip
         return scores
 
-    def forward(self, S: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(self, S: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Output, state after the last token, states before the segments and the segments' log-decay."""
         if (rescaled := self._rescaled) is not None:
             return rescaled.forward(S)
@@ -536,12 +540,12 @@ class Columns:
         self,
         d_o: Tensor,
         o: Tensor,
-        d_S: Tensor,
+        d_S: Tensor | None,
         S_end: Tensor,
         states: Tensor,
         total: Tensor,
         through_gates: Callable[[Tensor, Tensor], Tensor | None] | None = None,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Any, ...]:
         """Gradients of q, k, v, beta, head_x, head_v, S, and beta times those of eta and gamma summed over columns.
 
         Args:
@@ -551,13 +555,14 @@ class Columns:
         ranks, d_o = self.ranks, d_o.contiguous()
         if (rescaled := self._rescaled) is not None:
             found = rescaled.backward(d_o, o, d_S, S_end, states, total, through_gates)
-            return *found[:5], torch.zeros_like(self.head_v), *found[5:]
+            d_head_v = None if self.head_v is None else torch.zeros_like(self.head_v)
+            return *found[:5], d_head_v, *found[5:]
         make = torch.empty_like if ranks.rows is None else torch.zeros_like
         d_q, d_beta = make(self.q), make(self.beta)
         d_k, d_v = (make(x) if ranks.docs is None else torch.zeros_like(x) for x in (self.k, self.v))
         if self.options.shifted and ranks.docs is None:  # the last key belongs to no pair
             d_k[:, -1] = 0
-        d_head_x, d_head_v = torch.zeros_like(self.head_x), torch.zeros_like(self.head_v)
+        d_head_x, d_head_v = (None if x is None else torch.zeros_like(x) for x in (self.head_x, self.head_v))
         parts = self._cut("values")[0][1]
         sums = self.q.new_empty(2, parts, ranks.chunks, self.q.shape[2], CHUNK, dtype=torch.float32)
         with on_device(self.q):

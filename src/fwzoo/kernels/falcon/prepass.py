@@ -6,6 +6,7 @@ Slots, chunks, heads of a document: see `ranks.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gpu import block, key_pointers, launch, of_chunk, on_device, read, row_of, tables
+from ..associative import gradients_of_chunk, weigh
+from ..gpu import block, key_pointers, launch, missing_pairs, of_chunk, on_device, read, row_of, tables
 from ..ranks import CHUNK, Ranks, ranks_of
 from .rules import RULES, FalconState, Options
 
@@ -127,6 +129,8 @@ def _gates(
     upto,
     upto_low,
     energy,
+    weights,
+    mixes,
     docs,
     chunk_doc,
     rows,
@@ -134,11 +138,12 @@ def _gates(
     decay_floor,
     T,
     NC,
-    H,
+    H: tl.constexpr,
     K: tl.constexpr,
     BK: tl.constexpr,
     W: tl.constexpr,
     SHIFT: tl.constexpr,
+    AFTER: tl.constexpr,
     ENERGY: tl.constexpr,
     COLUMNS: tl.constexpr,
     DIVIDE: tl.constexpr,
@@ -148,15 +153,21 @@ def _gates(
     MASKED: tl.constexpr,
     C: tl.constexpr,
 ):
-    """ENERGY: 0 none, 1 mean squared norm of the window, 2 already there, as a sum. DIVIDE: the step is beta / (E + ...)."""
+    """ENERGY: 0 none, 1 mean squared norm of the window, 2 already there, as a sum. DIVIDE: the step is beta / (E + ...).
+
+    weights, mixes: where those of `weigh` go, or None.
+    """
     c, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
     e, d = tl.arange(0, C), tl.arange(0, BK)
     r = i * (C - W + 1) - (W - 1) + e
-    token, begin = (e >= W - 1) & (r < length), tl.load(first + n)
+    token, begin = (e >= W - 1) & (r < length), missing_pairs(first, n, SHIFT)
     writes = token & (r >= begin)
     at = (c * H + h) * C + e
-    pairs = tl.minimum(tl.maximum(tl.load(count + n) + r + 1 - begin, 1), W).to(tl.float32)
+    before = 0
+    if count is not None:
+        before = tl.load(count + n)
+    pairs = tl.minimum(tl.maximum(before + r + 1 - begin, 1), W).to(tl.float32)
     E = tl.zeros([C], tl.float32)
     if ENERGY == 1:
         p, ok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
@@ -204,9 +215,12 @@ def _gates(
             low = tl.zeros([C], tl.float32)
         tl.store(upto + at, high)
         tl.store(upto_low + at, low)
+        if weights is not None:
+            tl.debug_barrier()  # slots are read again by other threads
+            weigh(strength, upto, upto_low, weights, mixes, (c * H + h) * C, W, AFTER, LOW, C)
 
 
-@triton.jit(do_not_specialize=["T", "NC"])
+@triton.jit(do_not_specialize=["T", "NC", "size"])
 def _gates_backward(
     beta,
     ridge,
@@ -215,18 +229,31 @@ def _gates_backward(
     energy,
     d_strength,
     d_log_decay,
+    strength,
+    upto,
+    upto_low,
+    weights,
+    inner,
+    far,
+    close,
+    apart,
     d_beta,
     d_ridge,
     d_energy,
     docs,
     chunk_doc,
     rows,
+    size,
     eps,
     decay_floor,
     T,
     NC,
-    H,
+    H: tl.constexpr,
     W: tl.constexpr,
+    SHIFT: tl.constexpr,
+    AFTER: tl.constexpr,
+    PARTS: tl.constexpr,
+    LOW: tl.constexpr,
     ENERGY: tl.constexpr,
     SLIDING: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -236,15 +263,21 @@ def _gates_backward(
     MASKED: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Gradients of beta, ridge and the window's energy (divided by its pairs, `[B * T, H]` by first row plus rank)."""
+    """Gradients of beta, ridge and the window's energy (divided by its pairs, `[B * T, H]` by first row plus rank).
+
+    d_strength None: it and d_log_decay come from products of the walks, see `associative.gradients_of_chunk`.
+    """
     c, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
     e = tl.arange(0, C)
     r = i * (C - W + 1) - (W - 1) + e
-    token, begin = (e >= W - 1) & (r < length), tl.load(first + n)
+    token, begin = (e >= W - 1) & (r < length), missing_pairs(first, n, SHIFT)
     writes = token & (r >= begin)
     at = (c * H + h) * C + e
-    pairs = tl.minimum(tl.maximum(tl.load(count + n) + r + 1 - begin, 1), W).to(tl.float32)
+    before = 0
+    if count is not None:
+        before = tl.load(count + n)
+    pairs = tl.minimum(tl.maximum(before + r + 1 - begin, 1), W).to(tl.float32)
     row = row_of(rows, start, r, token, MASKED) * H + h
     own = read(ridge + row, token).to(tl.float32)
     E = tl.zeros([C], tl.float32)
@@ -261,7 +294,12 @@ def _gates_backward(
         inverse = tl.where(writes, tl.div_rn(tl.full([C], 1.0, tl.float32), tl.where(writes, under, 1.0)), 0.0)
         kept = tl.where(writes, (E + eps) * inverse, 1.0)
     pull = tl.where(writes, lam * inverse, 0.0)
-    d_eta, d_gamma = tl.load(d_strength + at), tl.load(d_log_decay + at)
+    if d_strength is None:
+        d_eta, d_gamma = gradients_of_chunk(
+            upto, upto_low, weights, inner, far, close, apart, (c * H + h) * C, size, PARTS, W, AFTER, LOW, C
+        )
+    else:
+        d_eta, d_gamma = tl.load(d_strength + at), tl.load(d_log_decay + at)
     if not COLUMNS:
         gain = read(beta + row, token).to(tl.float32)
         if DIVIDE:
@@ -303,7 +341,7 @@ def _energy_backward(
     rows,
     T,
     NC,
-    H,
+    H: tl.constexpr,
     K: tl.constexpr,
     BK: tl.constexpr,
     W: tl.constexpr,
@@ -354,6 +392,7 @@ def _options(options: Options) -> dict[str, Any]:
         "DIVIDE": options.step == "beta",
         "COUPLED": options.scale_coupled,
         "W": options.window,
+        "AFTER": int(options.read_after_write),
     }
 
 
@@ -364,19 +403,23 @@ def _top(options: Options) -> bool:
 
 def gates(
     k: Tensor,
-    head_x: Tensor,
+    head_x: Tensor | None,
     beta: Tensor,
     ridge: Tensor,
-    first: Tensor,
-    count: Tensor,
+    first: Tensor | None,
+    count: Tensor | None,
     ranks: Ranks,
     options: Options,
+    weights: Tensor | None = None,
+    mixes: Tensor | None = None,
 ) -> Gates:
     """Gates of all tokens.
 
     Args:
-        k: `[B, T, H, K]`. head_x, first: of `heads_of`. beta, ridge: `[B, T, H]` (beta with V is not read here).
-        count: int64 `[N]`, real rows of the tail. ranks: with overlap W - 1.
+        k: `[B, T, H, K]`. head_x, first: of `heads_of`; None for documents that begin here. beta, ridge: `[B, T, H]` (beta with V
+            is not read here).
+        count: int64 `[N]`, real rows of the tail, or None. ranks: with overlap W - 1. weights, mixes: where
+            those of `associative.weigh` go, or None.
     """
     heads, k_size = k.shape[2:]
     shape = (ranks.chunks, heads, CHUNK)
@@ -403,6 +446,8 @@ def gates(
             first=first,
             count=count,
             **dict(zip(("strength", "upto", "upto_low", "energy"), out.unbind(), strict=True)),
+            weights=weights,
+            mixes=mixes,
             **tables(ranks),
             **sizes,
             **_options(options),
@@ -417,19 +462,19 @@ def gates(
 def inputs_backward(
     beta: Tensor,
     ridge: Tensor,
-    first: Tensor,
-    count: Tensor,
+    first: Tensor | None,
+    count: Tensor | None,
     found: Gates,
-    d_strength: Tensor,
-    d_log_decay: Tensor,
+    grads: Mapping[str, Any],
     ranks: Ranks,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of beta (empty with a gain for every column), of ridge, and of the energies.
 
     Args:
-        d_strength, d_log_decay: of strength and of the log-decay of every token (not its prefix), `[M, H, C]`. With a gain for
-            every column: the sums over columns of beta * (gradient of eta) and of beta * (gradient of gamma, 0 at the floor).
+        grads: d_strength and d_log_decay, of strength and of the log-decay of every token (not its prefix), `[M, H, C]`. With a gain
+            for every column: the sums over columns of beta * (gradient of eta) and of beta * (gradient of gamma, 0 at the floor). Or
+            what `associative.gradients_of_chunk` makes them from.
     Returns: the last one, divided by the pairs of the window, `[B * T, H]` by first row plus rank; None where there is none.
     """
     heads = ridge.shape[2]
@@ -447,14 +492,14 @@ def inputs_backward(
             first=first,
             count=count,
             energy=found.found[3],
-            d_strength=d_strength,
-            d_log_decay=d_log_decay,
+            **grads,
             d_beta=d_beta,
             d_ridge=d_ridge,
             d_energy=d_energy,
             **tables(ranks),
             **_options(options),
             H=heads,
+            SHIFT=int(options.shifted),
             eps=options.eps,
             decay_floor=options.decay_floor,
             ENERGY=int(options.needs_energy),
@@ -483,9 +528,8 @@ def gates_backward(
     Args:
         d_k: `[B, T, H, K]`, d_head_x `[N, H, W, K]`: changed in place.
     """
-    d_beta, d_ridge, d_energy = inputs_backward(
-        beta, ridge, first, count, found, d_strength, d_log_decay, ranks, options
-    )
+    grads = {"d_strength": d_strength, "d_log_decay": d_log_decay}
+    d_beta, d_ridge, d_energy = inputs_backward(beta, ridge, first, count, found, grads, ranks, options)
     if d_energy is not None:
         energy_backward(k, head_x, d_energy, found.vector, d_k, d_head_x, ranks, options)
     return d_beta, d_ridge
@@ -493,24 +537,26 @@ def gates_backward(
 
 def energy_backward(
     k: Tensor,
-    head_x: Tensor,
+    head_x: Tensor | None,
     d_energy: Tensor,
     vector: Tensor | None,
     d_k: Tensor,
-    d_head_x: Tensor,
+    d_head_x: Tensor | None,
     ranks: Ranks,
     options: Options,
 ) -> None:
     """Add the gradient of the energies (of `inputs_backward`) to those of the keys. vector: of `Gates`, where an energy is an eigenvalue."""
     heads, k_size = k.shape[2:]
     with on_device(k):
-        _energy_backward[(ranks.chunks * heads,)](
-            k,
-            head_x,
-            d_energy,
-            vector,
-            d_k,
-            d_head_x,
+        launch(
+            _energy_backward,
+            (ranks.chunks * heads,),
+            k=k,
+            head_x=head_x,
+            d_energy=d_energy,
+            vector=vector,
+            d_k=d_k,
+            d_head_x=d_head_x,
             **tables(ranks),
             H=heads,
             K=k_size,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..contract import compute_dtype
 from ..documents import each_document, select
-from .rules import FalconState, Options, step_and_decay, window_energy
+from .rules import FalconState, Options, started, step_and_decay, window_energy
 
 
 def falcon_reference(
@@ -22,11 +22,12 @@ def falcon_reference(
     beta: Tensor,
     ridge: Tensor,
     options: Options,
-    state: FalconState,
+    state: FalconState | None,
     mask: Tensor | None,
     bounds: list[int] | None,
 ) -> tuple[Tensor, FalconState]:
     """Token loop over `[B, T, H, .]`; arguments are those of `fwzoo.kernels.falcon`, checked."""
+    state = started(state, q, v, bounds, options)
     loop = functools.partial(_loop, options=options)
     return each_document(loop, (q, k, v, beta, ridge), state, mask, bounds)
 

@@ -59,7 +59,7 @@ def _rescale(
     decay_floor,
     T,
     NC,
-    H,
+    H: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
     AFTER: tl.constexpr,
@@ -161,7 +161,7 @@ def _rescaled_states(
     NC,
     NS,
     SEG,
-    H,
+    H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
@@ -221,7 +221,7 @@ def _rescaled_values(
     NC,
     NS,
     SEG,
-    H,
+    H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
@@ -316,7 +316,7 @@ def _rescaled_scores(
     rows,
     T,
     NC,
-    H,
+    H: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
     STEP: tl.constexpr,
@@ -376,7 +376,7 @@ def _rescaled_keys(
     NC,
     NS,
     SEG,
-    H,
+    H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
@@ -475,7 +475,7 @@ def _gain_gradients(
     NS,
     SEG,
     M,
-    H,
+    H: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
     AFTER: tl.constexpr,
@@ -527,7 +527,7 @@ class Rescaled:
     k: Tensor
     v: Tensor
     beta: Tensor
-    head_x: Tensor
+    head_x: Tensor | None
     found: Tensor
     ranks: Ranks
     options: Options
@@ -595,7 +595,7 @@ class Rescaled:
         )
         return state, total
 
-    def forward(self, S: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(self, S: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Output, state after the last token, states before the segments and the segments' log-decay."""
         o = torch.empty_like(self.v) if self.ranks.rows is None else torch.zeros_like(self.v)
         with on_device(self.q):
@@ -609,12 +609,12 @@ class Rescaled:
         self,
         d_o: Tensor,
         o: Tensor,
-        d_S: Tensor,
+        d_S: Tensor | None,
         S_end: Tensor,
         states: Tensor,
         total: Tensor,
         through_gates: Callable[[Tensor, Tensor], Tensor | None] | None,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Any, ...]:
         """Gradients of q, k, v, beta, head_x and S, and beta times those of eta and gamma summed over columns, see `Columns`."""
         ranks, d_o, heads, v_size = self.ranks, d_o.contiguous(), self.q.shape[2], self.v.shape[3]
         make = torch.empty_like if ranks.rows is None else torch.zeros_like
@@ -622,7 +622,7 @@ class Rescaled:
         d_k = torch.empty_like(self.k) if ranks.docs is None else torch.zeros_like(self.k)
         if self.options.shifted and ranks.docs is None:  # the last key belongs to no pair
             d_k[:, -1] = 0
-        d_head_x = torch.zeros_like(self.head_x)
+        d_head_x = None if self.head_x is None else torch.zeros_like(self.head_x)
         with on_device(self.q):
             b, scale, decays = self._rescale(self.options.read_after_write)
             given = torch.empty_like(b)
@@ -661,7 +661,7 @@ class Rescaled:
         state: Tensor,
         d_energy: Tensor | None,
         out: Tensor,
-        head_out: Tensor,
+        head_out: Tensor | None,
         back: bool,
     ) -> None:
         grid, launch = self._cut(self.v.shape[3], self.k.shape[3], "BV", "BK")

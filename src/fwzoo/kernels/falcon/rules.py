@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..contract import compute_dtype
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -84,6 +86,14 @@ def empty_state(documents: int, q: Tensor, v: Tensor, window: int, dtype: torch.
         tail_v=v.new_zeros(documents, window - 1, heads, v_size),
         count=torch.zeros(documents, dtype=torch.long, device=q.device),
     )
+
+
+def started(state: FalconState | None, q: Tensor, v: Tensor, bounds: list[int] | None, options: Options) -> FalconState:
+    """`state`, or that before the first token of every document."""
+    if state is not None:
+        return state
+    documents = q.shape[0] if bounds is None else len(bounds) - 1
+    return empty_state(documents, q, v, options.window, compute_dtype(q.dtype))
 
 
 def top_eigenvalue(gram: Tensor) -> Tensor:

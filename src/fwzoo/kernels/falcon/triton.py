@@ -8,19 +8,23 @@ import torch
 from torch import Tensor
 
 from .. import step
-from ..associative import Associative, Kept, segment_length
+from ..associative import Associative, Kept, new_weights, segment_length
 from ..contract import few_tokens
 from ..gpu import custom
-from ..ranks import CHUNK, Ranks, make_ranks
+from ..plans import planned
+from ..ranks import CHUNK, Ranks, make_ranks, ranks_of
 from .columns import Columns
 from .delta import regression
 from .prepass import Gates, gates, heads_of, inputs_backward, pack, unpack
 from .residuals import residuals
-from .rules import RULES, FalconState, Options
+from .rules import RULES, FalconState, Options, started
 
 
 class Kernels(Protocol):
-    """Output `[B, T, H, V]` and the new S of one call; see `prepass.heads_of` for head_x, head_v and first."""
+    """Output `[B, T, H, V]` and the new S of one call; see `prepass.heads_of` for head_x, head_v and first.
+
+    Those, S and count may be None for `inner_product`, where all documents begin.
+    """
 
     def __call__(
         self,
@@ -29,11 +33,11 @@ class Kernels(Protocol):
         v: Tensor,
         beta: Tensor,
         ridge: Tensor,
-        head_x: Tensor,
-        head_v: Tensor,
-        S: Tensor,
-        first: Tensor,
-        count: Tensor,
+        head_x: Any,
+        head_v: Any,
+        S: Any,
+        first: Any,
+        count: Any,
         ranks: Ranks,
         options: Options,
     ) -> tuple[Tensor, Tensor]: ...
@@ -46,37 +50,38 @@ def falcon_triton(
     beta: Tensor,
     ridge: Tensor,
     options: Options,
-    state: FalconState,
+    state: FalconState | None,
     mask: Tensor | None,
     bounds: list[int] | None,
 ) -> tuple[Tensor, FalconState]:
     """Triton form over `[B, T, H, .]`; arguments are those of `fwzoo.kernels.falcon`, checked."""
-    if few_tokens((q, k, v, beta, ridge, *state), mask, bounds):
-        return step.falcon_steps(q, k, v, beta, ridge, options, state, mask)
-    ranks = make_ranks(
-        q,
-        mask,
-        bounds,
-        overlap=options.window - 1,
-        segment=segment_length(q, options.window - 1),
-    )
+    if few_tokens((q, k, v, beta, ridge, *(state or ())), mask, bounds):
+        return step.falcon_steps(q, k, v, beta, ridge, options, started(state, q, v, bounds, options), mask)
+    window, shift, run = options.window, int(options.shifted), KERNELS[options.rule]
+    ranks = make_ranks(q, mask, bounds, overlap=window - 1, segment=segment_length(q, window - 1))
     q, k, v, beta, ridge = (x.contiguous() for x in (q, k, v, beta, ridge))
-    head_x, head_v, first = heads_of(state, options)
-    o, S = KERNELS[options.rule](q, k, v, beta, ridge, head_x, head_v, state.S, first, state.count, ranks, options)
-
+    whole = ranks.docs is None and q.shape[1] >= window  # then the new state's pairs are of this call alone
+    if state is None and whole and run is inner_product:
+        o, S = run(q, k, v, beta, ridge, None, None, None, None, None, ranks, options)
+    else:
+        state = started(state, q, v, bounds, options)
+        head_x, head_v, first = heads_of(state, options)
+        o, S = run(q, k, v, beta, ridge, head_x, head_v, state.S, first, state.count, ranks, options)
+    if whole:
+        end, documents = q.shape[1] - shift, q.shape[0]
+        tail_x, tail_v = k.new_empty(documents, 0, *k.shape[2:]), v.new_empty(documents, 0, *v.shape[2:])
+        if window > 1:
+            tail_x, tail_v = k[:, end - window + 1 : end].clone(), v[:, q.shape[1] - window + 1 :].clone()
+        has_key = torch.ones(documents, dtype=torch.bool, device=q.device)
+        count = torch.full((documents,), window - 1, device=q.device)
+        return o, FalconState(S, k[:, -1].clone(), has_key, tail_x, tail_v, count)
+    assert state is not None
     last, there = ranks.last(k)
-    window = options.window
-    key, has_key, tail_x, tail_v, count = last, torch.ones_like(state.has_key), state.tail_x, state.tail_v, state.count
-    if ranks.docs is not None:
-        key = torch.where(there[:, None, None], last, state.key)
-        has_key = state.has_key | there
-    if window > 1 and ranks.docs is None and q.shape[1] >= window:  # only pairs of this call
-        end = q.shape[1] - int(options.shifted)
-        tail_x, tail_v = k[:, end - window + 1 : end].clone(), v[:, q.shape[1] - window + 1 :].clone()
-        count = torch.full_like(count, window - 1)
-    elif window > 1:
+    key, has_key = torch.where(there[:, None, None], last, state.key), state.has_key | there
+    tail_x, tail_v, count = state.tail_x, state.tail_v, state.count
+    if window > 1:
         written = (ranks.lengths(q.device) - first).clamp(min=0)
-        tail_x = _new_tail(tail_x, k, head_x, written, first, ranks, int(options.shifted))
+        tail_x = _new_tail(tail_x, k, head_x, written, first, ranks, shift)
         tail_v = _new_tail(tail_v, v, head_v, written, first, ranks, 0)
         count = (count + written).clamp(max=window - 1)
     return o, FalconState(S, key, has_key, tail_x, tail_v, count)
@@ -114,15 +119,17 @@ def _call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    head_x: Tensor,
-    head_v: Tensor,
-    first: Tensor,
+    head_x: Tensor | None,
+    head_v: Tensor | None,
+    first: Tensor | None,
     found: Tensor,
+    weights: Tensor,
+    mixes: Tensor,
     ranks: Ranks,
     options: Options,
 ) -> Associative:
     return Associative(
-        q, k, v, head_x, head_v, first, found[0], found[1], found[2], ranks, options.window, int(options.shifted),
+        q, k, v, head_x, head_v, first, found[1], found[2], weights, mixes, ranks, options.window, int(options.shifted),
         options.read_after_write,
     )  # fmt: skip
 
@@ -133,11 +140,11 @@ def _forward(
     v: Tensor,
     beta: Tensor,
     ridge: Tensor,
-    head_x: Tensor,
-    head_v: Tensor,
-    S: Tensor,
-    first: Tensor,
-    count: Tensor,
+    head_x: Tensor | None,
+    head_v: Tensor | None,
+    S: Tensor | None,
+    first: Tensor | None,
+    count: Tensor | None,
     docs: Tensor | None,
     chunk_doc: Tensor | None,
     segment_doc: Tensor | None,
@@ -146,43 +153,46 @@ def _forward(
     rule: str,
     flags: list[int],
     numbers: list[float],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
-    found, vector = gates(k, head_x, beta, ridge, first, count, ranks, options)
     if options.rule.per_column:
-        columns = Columns(q, k, v, beta, head_x, head_v, first, found, ranks, options)
-        return *columns.forward(S), found, vector
-    o, S, _, kept = _call(q, k, v, head_x, head_v, first, found, ranks, options).forward(S, S.new_empty(0))
-    return o, S, kept.states, kept.total, found, vector
+        found, _ = gates(k, head_x, beta, ridge, first, count, ranks, options)
+        call = Columns(q, k, v, beta, head_x, head_v, first, found, ranks, options)
+        return *call.forward(S), found, found.new_empty(0), found.new_empty(0)
+    weights, mixes = new_weights(q, ranks, options.window)
+    found, _ = gates(k, head_x, beta, ridge, first, count, ranks, options, weights, mixes if mixes.numel() else None)
+    o, S, _, kept = _call(q, k, v, head_x, head_v, first, found, weights, mixes, ranks, options).forward(S, None)
+    return o, S, kept.states, kept.total, found, weights, mixes
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    S, sizes = others[4], others[11]
-    chunks, segments, heads = sizes[5], sizes[6], q.shape[2]
+    sizes, columns, window = others[11], RULES[others[12]].per_column, others[13][0]
+    weighed = new_weights(q, ranks_of(sizes, None, None, None, None), window)
+    documents, chunks, segments, heads = sizes[2], sizes[5], sizes[6], q.shape[2]
     wide = {"dtype": torch.float32}
     return (
         torch.empty_like(v),
-        torch.empty_like(S, **wide),
+        q.new_empty(documents, heads, k.shape[3], v.shape[3], **wide),
         q.new_empty(segments, heads, k.shape[3], v.shape[3], **wide),
-        q.new_empty(segments, heads, *([v.shape[3]] if RULES[others[12]].per_column else []), **wide),
+        q.new_empty(segments, heads, *([v.shape[3]] if columns else []), **wide),
         q.new_empty(4, chunks, heads, CHUNK, **wide),
-        q.new_empty(0, **wide),
+        *((q.new_empty(0, **wide), q.new_empty(0, **wide)) if columns else weighed),
     )
 
 
 def _backward(
-    d_o: Tensor,
-    d_S: Tensor,
+    d_o: Tensor | None,
+    d_S: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     beta: Tensor,
     ridge: Tensor,
-    head_x: Tensor,
-    head_v: Tensor,
-    S: Tensor,
-    first: Tensor,
-    count: Tensor,
+    head_x: Tensor | None,
+    head_v: Tensor | None,
+    S: Tensor | None,
+    first: Tensor | None,
+    count: Tensor | None,
     docs: Tensor | None,
     chunk_doc: Tensor | None,
     segment_doc: Tensor | None,
@@ -196,40 +206,49 @@ def _backward(
     states: Tensor,
     total: Tensor,
     found: Tensor,
-    vector: Tensor,
+    weights: Tensor,
+    mixes: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
-    gates_found = Gates(found, vector)
+    d_o = torch.zeros_like(o) if d_o is None else d_o
     gradients: list[Tensor] = []
 
-    def through_gates(d_strength: Tensor, d_log_decay: Tensor) -> Tensor | None:
+    def through_gates(grads: dict[str, Any]) -> Tensor | None:
         d_beta, d_ridge, d_energy = inputs_backward(
-            beta, ridge, first, count, gates_found, d_strength, d_log_decay, ranks, options
+            beta, ridge, first, count, Gates(found, found), grads, ranks, options
         )
         gradients.extend((d_beta, d_ridge))
         return d_energy
 
+    def through_columns(d_strength: Tensor, d_decay: Tensor) -> Tensor | None:
+        return through_gates({"d_strength": d_strength, "d_log_decay": d_decay})
+
     if options.rule.per_column:
         columns = Columns(q, k, v, beta, head_x, head_v, first, found, ranks, options)
         d_q, d_k, d_v, d_beta, d_head_x, d_head_v, d_S, *_ = columns.backward(
-            d_o, o, d_S, S_end, states, total, through_gates
+            d_o, o, d_S, S_end, states, total, through_columns
         )
-        return d_q, d_k, d_v, d_beta, gradients[1], d_head_x, d_head_v, d_S
-    call, none = _call(q, k, v, head_x, head_v, first, found, ranks, options), d_S.new_empty(0)
-    d_q, d_k, d_v, d_head_x, d_head_v, d_S, _ = call.backward(
-        d_o, o, d_S, none, S_end, none, Kept(states, none, total, none), through_gates
-    )
-    d_beta, d_ridge = gradients
-    return d_q, d_k, d_v, d_beta, d_ridge, d_head_x, d_head_v, d_S
+        d_ridge = gradients[1]
+    else:
+        call, none = _call(q, k, v, head_x, head_v, first, found, weights, mixes, ranks, options), weights.new_empty(0)
+        d_q, d_k, d_v, d_head_x, d_head_v, d_S, _ = call.backward(
+            d_o, o, d_S, None, S_end, none, Kept(states, none, total, none), through_gates
+        )
+        d_beta, d_ridge = gradients
+    found_of = ((head_x, d_head_x), (head_v, d_head_v), (S, d_S))
+    of_state = (q.new_empty(0) if given is None else x for given, x in found_of)
+    return d_q, d_k, d_v, d_beta, d_ridge, *of_state
 
 
-def _fake_backward(d_o: Tensor, d_S: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    return *(torch.empty_like(x) for x in arguments[:7]), torch.empty_like(d_S)
+def _fake_backward(d_o: Any, d_S: Any, *arguments: Any) -> tuple[Tensor, ...]:
+    q = arguments[0]
+    return tuple(q.new_empty(0) if x is None else torch.empty_like(x) for x in arguments[:8])
 
 
 _associative = custom(
-    "associative", _forward, _backward, _fake_forward, _fake_backward, outputs=2, inputs=range(8), module=__name__
-)
+    "associative", planned(_forward), planned(_backward), _fake_forward, _fake_backward, outputs=2, inputs=range(8), module=__name__,
+    materialize=False,
+)  # fmt: skip
 
 
 def inner_product(
@@ -238,11 +257,11 @@ def inner_product(
     v: Tensor,
     beta: Tensor,
     ridge: Tensor,
-    head_x: Tensor,
-    head_v: Tensor,
-    S: Tensor,
-    first: Tensor,
-    count: Tensor,
+    head_x: Tensor | None,
+    head_v: Tensor | None,
+    S: Tensor | None,
+    first: Tensor | None,
+    count: Tensor | None,
     ranks: Ranks,
     options: Options,
 ) -> tuple[Tensor, Tensor]:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import contract
 from ..contract import Op
 from ..samples import Draw, Sample, Samples
 from .chunk import linear_attention_chunk
-from .reference import LinearAttentionState, linear_attention_reference
+from .reference import LinearAttentionState, empty_state, linear_attention_reference
 
 __all__ = ["LinearAttentionState", "linear_attention"]
 
@@ -85,14 +84,9 @@ def linear_attention(
     contract.one_of("normalize", normalize, (True, False))
     contract.finite_number("eps", eps, least=0)
     bounds, documents = contract.check_documents(mask, cu_seqlens, q)
-    state = contract.start_state(state, lambda q, v: _empty_state(documents, q, v), q, v)
+    state = contract.given_state(state, lambda q, v: empty_state(documents, q, v), q, v)
     contract.check_values({"q": q, "k": k, "v": v, **gates}, mask)
     for gate in gates.values():
         contract.check_log_decay(gate, mask)
     run = LINEAR_ATTENTION.resolve(level, q.shape[1], (q, k, v))
     return run(q, k, v, log_decay, normalize, eps, state, mask, bounds)
-
-
-def _empty_state(documents: int, q: Tensor, v: Tensor) -> LinearAttentionState:
-    S = contract.empty_weights(documents, q, v)
-    return LinearAttentionState(S, torch.zeros_like(S[..., 0]))

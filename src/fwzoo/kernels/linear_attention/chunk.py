@@ -9,7 +9,7 @@ from torch import Tensor
 from ..contract import compute_dtype
 from ..documents import scan_documents
 from ..falcon.chunk import inner_product_form
-from .reference import LinearAttentionState, linear_attention_reference
+from .reference import LinearAttentionState, linear_attention_reference, started
 
 
 def linear_attention_chunk(
@@ -19,13 +19,14 @@ def linear_attention_chunk(
     log_decay: Tensor | None,
     normalize: bool,
     eps: float,
-    state: LinearAttentionState,
+    state: LinearAttentionState | None,
     mask: Tensor | None,
     bounds: list[int] | None,
 ) -> tuple[Tensor, LinearAttentionState]:
     """Chunk-parallel form over `[B, T, H, .]`; arguments are those of `fwzoo.kernels.linear_attention`, checked."""
     if q.shape[1] == 0:
         return linear_attention_reference(q, k, v, log_decay, normalize, eps, state, mask, bounds)
+    state = started(state, q, v, bounds)
     ones = q.new_ones(q.shape[:3], dtype=compute_dtype(q.dtype))
     decay = torch.zeros_like(ones) if log_decay is None else log_decay
     values = F.pad(v.to(ones.dtype), (0, 1), value=1)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..contract import compute_dtype
+from ..contract import compute_dtype, empty_weights
 from ..documents import each_document, each_token, select
 
 
@@ -27,6 +27,19 @@ class LinearAttentionState(NamedTuple):
     z: Tensor
 
 
+def empty_state(documents: int, q: Tensor, v: Tensor) -> LinearAttentionState:
+    """The state before the first token, for sequences shaped like q `[B, T, H, K]` and v `[B, T, H, V]`."""
+    S = empty_weights(documents, q, v)
+    return LinearAttentionState(S, torch.zeros_like(S[..., 0]))
+
+
+def started(state: LinearAttentionState | None, q: Tensor, v: Tensor, bounds: list[int] | None) -> LinearAttentionState:
+    """`state`, or that before the first token of every document."""
+    if state is not None:
+        return state
+    return empty_state(q.shape[0] if bounds is None else len(bounds) - 1, q, v)
+
+
 def linear_attention_reference(
     q: Tensor,
     k: Tensor,
@@ -34,12 +47,12 @@ def linear_attention_reference(
     log_decay: Tensor | None,
     normalize: bool,
     eps: float,
-    state: LinearAttentionState,
+    state: LinearAttentionState | None,
     mask: Tensor | None,
     bounds: list[int] | None,
 ) -> tuple[Tensor, LinearAttentionState]:
     """Token loop over `[B, T, H, .]`; arguments are those of `fwzoo.kernels.linear_attention`, checked."""
-    dtype = compute_dtype(q.dtype)
+    dtype, state = compute_dtype(q.dtype), started(state, q, v, bounds)
     if log_decay is None:
         log_decay = q.new_zeros(q.shape[:3], dtype=dtype)
     loop = functools.partial(_loop, normalize=normalize, eps=eps)
