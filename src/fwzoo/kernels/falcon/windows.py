@@ -779,19 +779,9 @@ def window_backward(
     """Gradients of q, k, head_x, v, head_v, strength, the log-decay of every token (`[M, H, C]`), and S."""
     heads, M = q.shape[2], ranks.chunks * q.shape[2]
     (K, V), C, work, shared = (q.shape[3], v.shape[3]), CHUNK, work_dtype(q), form.window - 1
-    to_r, d_residual_t, d_o_t, d_borders_t, d_responses, d_couplings = (
-        q.new_empty(M, *size, dtype=work) for size in ((C, K), (V, C), (V, C), (V, K), (4, C, C), (2, C, C))
+    to_r, d_residual_t, d_o_t, d_borders_t = (
+        q.new_empty(M, *size, dtype=work) for size in ((C, K), (V, C), (V, C), (V, K))
     )
-    d_q = (torch.empty_like if ranks.rows is None else torch.zeros_like)(q)
-    d_k, d_v, d_head_x, d_head_v = (torch.zeros_like(x) for x in (k, v, head_x, head_v))
-    carry_k, carry_v = q.new_empty(M, shared, K), v.new_empty(M, shared, V)
-    d_strength, d_log_decay = torch.empty_like(strength), torch.empty_like(upto)
-    d_S = torch.empty_like(d_S_out)
-    programs = min(PROGRAMS, M)
-    scratch = q.new_zeros(programs, 13, C, C, dtype=torch.float32)
-    history = q.new_empty(programs, 3, C, form.window, 2 * C, dtype=work)
-    final, lead = q.new_empty(M, C, 2 * C, dtype=work), q.new_empty(M, C, 2 * C, dtype=work)
-    near_gram, near_score = strength.new_empty(M, C, form.window, form.window), strength.new_empty(M, C, form.window)
     given = {
         "q": q,
         "k": k,
@@ -806,34 +796,45 @@ def window_backward(
         "strength": strength,
         "upto": upto,
         "upto_low": upto_low,
-        "to_r": to_r,
-        "from_o_t": d_residual_t,
-        "d_o_t": d_o_t,
-    }
-    given |= {
         "residual_t": residual_t,
-        "d_residual_t": d_residual_t,
         "borders_t": borders_t,
-        "d_borders_t": d_borders_t,
     }
-    given |= {"d_q": d_q, "d_k": d_k, "d_head": d_head_x, "carry_k": carry_k, "d_v": d_v, "d_head_v": d_head_v}
-    given |= {"carry_v": carry_v, "d_strength": d_strength, "d_log_decay": d_log_decay, "d_responses": d_responses}
-    given |= {
-        "d_couplings": d_couplings,
-        "final": final,
-        "lead": lead,
-        "near_gram": near_gram,
-        "near_score": near_score,
-    }
+    given |= {"d_residual_t": d_residual_t, "d_borders_t": d_borders_t}
+    passed = {"to_r": to_r, "from_o_t": d_residual_t, "d_o_t": d_o_t}
+    d_S, programs = torch.empty_like(d_S_out), min(PROGRAMS, M)
     with on_device(q):
-        launch(window_transposed_kernel, (M,), **given, **_settings("apply", q, v, ranks, form))
+        launch(window_transposed_kernel, (M,), **given, **passed, **_settings("apply", q, v, ranks, form))
         settings = _settings("scan_backward", q, v, ranks, form)
         grid = (parts(V, settings["BV"]), ranks.documents * heads)
-        launch(scan_backward_kernel, grid, **given, dS_in=d_S_out, dS_out=d_S, **settings)
+        launch(scan_backward_kernel, grid, **given, **passed, dS_in=d_S_out, dS_out=d_S, **settings)
+        del to_r, d_o_t, passed  # their memory is that of what follows
+        d_responses, d_couplings = (q.new_empty(M, n, C, C, dtype=work) for n in (4, 2))
+        d_v, d_head_v, carry_v = torch.zeros_like(v), torch.zeros_like(head_v), v.new_empty(M, shared, V)
+        given |= {
+            "d_v": d_v,
+            "d_head_v": d_head_v,
+            "carry_v": carry_v,
+            "d_responses": d_responses,
+            "d_couplings": d_couplings,
+        }
         launch(window_product_kernel, (M,), **given, **_settings("window_product", q, v, ranks, form))
+        d_strength, d_log_decay = torch.empty_like(strength), torch.empty_like(upto)
+        final, lead = q.new_empty(M, C, 2 * C, dtype=work), q.new_empty(M, C, 2 * C, dtype=work)
+        near_gram, near_score = (
+            strength.new_empty(M, C, form.window, form.window),
+            strength.new_empty(M, C, form.window),
+        )
+        given |= {"d_strength": d_strength, "d_log_decay": d_log_decay, "final": final, "lead": lead}
+        given |= {"near_gram": near_gram, "near_score": near_score}
+        scratch = q.new_zeros(programs, 13, C, C, dtype=torch.float32)
+        history = q.new_empty(programs, 3, C, form.window, 2 * C, dtype=work)
         settings = {"BLOCK": _rows_a_block(q, form) // 2, **_settings("response", q, v, ranks, form)}
         launch(response_backward_kernel, (programs,), **given, scratch=scratch, history=history, total=M, **settings)
+        del scratch, history
         launch(coupling_kernel, (M,), **given, **_settings("coupling", q, v, ranks, form))
+        d_q = (torch.empty_like if ranks.rows is None else torch.zeros_like)(q)
+        d_k, d_head_x, carry_k = torch.zeros_like(k), torch.zeros_like(head_x), q.new_empty(M, shared, K)
+        given |= {"d_q": d_q, "d_k": d_k, "d_head": d_head_x, "carry_k": carry_k}
         launch(window_gradient_kernel, (M,), **given, **_settings("window_gradient", q, v, ranks, form))
         settings = {**_settings("apply", q, v, ranks, form), "BK": block(K), "BV": block(V)}
         launch(carry_kernel, (M,), **given, BW=1 << (form.window - 1).bit_length(), **settings)
