@@ -58,7 +58,7 @@ def prefix_kernel(
     at, dv = index * C + tl.arange(0, C), tl.program_id(1) * BV + tl.arange(0, BV)
     gain = read(beta + row[:, None] * V + dv[None, :], token[:, None] & (dv < V)[None, :]).to(tl.float32)
     raw, _pull = _raw(gain, upto, upto_low, at, DIVIDE)
-    sums = tl.cumsum(tl.log(tl.maximum(raw, decay_floor)), 0)
+    sums = tl.cumsum(tl.log(tl.maximum(raw, decay_floor)).to(u.dtype.element_ty), 0)
     tl.store(u + at[:, None] * V + dv[None, :], sums, mask=(at >= 0)[:, None] & (dv < V)[None, :])
 
 
@@ -226,8 +226,20 @@ def gains_kernel(
     tl.store(d_decay + part, tl.sum(gain * d_gamma, 1))
 
 
+def prefixes(beta: Tensor, found: Tensor, ranks: Ranks, options: Options, exact: bool) -> Tensor:
+    """u, `[M, H, C, V]`, exact: in float64, so that its differences keep the digits of float32."""
+    heads, size = beta.shape[2:]
+    u = found.new_empty(ranks.chunks, heads, CHUNK, size, dtype=torch.float64 if exact else torch.float32)
+    columns = min(64, block(size))
+    with on_device(beta):
+        launch(
+            prefix_kernel, (ranks.chunks * heads, parts(size, columns)), beta=beta, upto=found[1], upto_low=found[2], u=u,
+            **tables(ranks), decay_floor=options.decay_floor, H=heads, V=size, BV=columns, DIVIDE=options.step == "beta", num_warps=4,
+        )  # fmt: skip
+    return u
+
+
 SETTINGS: dict[str, dict[str, int]] = {
-    "prefix": {"BV": 64, "num_warps": 4, "num_stages": 1},
     "read": {"BV": 64, "num_warps": 4, "num_stages": 1},
     "scores": {"BV": 64, "num_warps": 4, "num_stages": 1},
     "products": {"BK": 64, "BV": 128, "num_warps": 4, "num_stages": 1},
@@ -245,6 +257,7 @@ class Chunks:
     beta: Tensor
     head_x: Tensor
     found: Tensor
+    u: Tensor
     ranks: Ranks
     options: Options
 
@@ -267,6 +280,7 @@ class Chunks:
             "strength": self.found[0],
             "upto": self.found[1],
             "upto_low": self.found[2],
+            "u": self.u,
             "decay_floor": self.options.decay_floor,
             "M": self.ranks.chunks,
             "H": heads,
@@ -280,16 +294,11 @@ class Chunks:
         }
         launch(kernel, grid, **{**given, **settings, **arguments})
 
-    def _prefix(self) -> Tensor:
-        u = self.found.new_empty(self.ranks.chunks, self.q.shape[2], CHUNK, self.v.shape[3])
-        self._launch("prefix", prefix_kernel, u=u)
-        return u
-
     def read(self, r: Tensor, borders: Tensor) -> Tensor:
         """Outputs."""
         o = torch.empty_like(self.v) if self.ranks.rows is None else torch.zeros_like(self.v)
         with on_device(self.q):
-            self._launch("read", read_kernel, r=r, u=self._prefix(), borders=borders, o=o)
+            self._launch("read", read_kernel, r=r, borders=borders, o=o)
         return o
 
     def backward(
@@ -311,21 +320,19 @@ class Chunks:
         blocks = parts(size, min(SETTINGS["gains"]["BV"], block(size)))
         sums = self.found.new_empty(2, blocks, chunks, heads, CHUNK)
         with on_device(self.q):
-            u = self._prefix()
             self._launch(
                 "scores",
                 scores_kernel,
                 False,
                 a=d_o,
                 r=r,
-                u=u,
                 decayed=asking,
                 leaving=leaving,
                 scores=scores,
                 GAIN=False,
             )
             self._launch(
-                "scores", scores_kernel, False, a=d_z, r=r, u=u, decayed=answering, scores=seen, GAIN=True, AFTER=False
+                "scores", scores_kernel, False, a=d_z, r=r, decayed=answering, scores=seen, GAIN=True, AFTER=False
             )
             self._launch(
                 "products", products_kernel, False, asking=asking, answering=answering, leaving=leaving, scores=scores, seen=seen,

@@ -3,8 +3,13 @@
     r_t = v_t - S_{t-1}^T x_t        S_t = S_{t-1} diag(gamma_t) + x_t (eta_t * r_t)^T
 
 Every column has its own triangular system and its own transition of the state, so nothing shorter than the run exists. It has a
-program of one warp for 16 columns: S^T lies in its registers, the reads of a block and what it writes are matrix products, and the
-block's system is solved with a column to a thread (see `apart.py`). Backward is the same run from the end: with L the gradient of the
+program of one warp for 16 columns; S^T lies in its registers, and all work is in matrix products. About the middle of every 8
+rows, with log-decay prefix u, R_t = exp(u_t - u_m) and z_t = eta_t r_t / R_t, the systems of all columns have one matrix:
+
+    z_t = eta_t v_t / R_t - (eta_t / gamma_t) * (exp(u_m - u_0) S_0^T x_t + sum_{j < t} (x_j . x_t) z_j)
+
+so that 8 products with the Gram matrix solve them, each making one row more right. (4 decays of 1e-4 make 1 / R at most 1e16.) From one half
+of a block to the other there is a factor for every column. Backward is the same run from the end: with L the gradient of the
 state through later reads and residuals,
 
     L_t += q_t d_o_t^T        d_z_t = L_t^T x_t        L_{t-1} = L_t diag(gamma_t) - x_t (eta_t * d_z_t)^T
@@ -13,8 +18,6 @@ Everything else is done chunk by chunk from the borders of both runs: in `residu
 falcon2a (`columns.py`), for what residuals write is falcon2a's with them for values, and reads S_{t-1}^T x_t are falcon2a's reading
 before it writes, with x for queries.
 """
-# mypy: disable-error-code="assignment, misc, var-annotated"
-# (in a kernel, a tuple grows)
 
 from __future__ import annotations
 
@@ -28,7 +31,6 @@ from torch import Tensor
 
 from ..contract import INTERPRETING
 from ..gpu import (
-    INTERPRET,
     block,
     custom,
     key_pointers,
@@ -42,31 +44,21 @@ from ..gpu import (
     tables,
 )
 from ..ranks import CHUNK, Ranks
-from .apart import columns_of, matrix_of, numbers_of
 from .columns import Columns
 from .prepass import Gates, gates, gates_backward, pack, unpack
-from .residual_chunks import Chunks
+from .residual_chunks import Chunks, prefixes
 from .rules import Options
-
-
-@triton.jit
-def _soon(pointers):
-    """Fetch what will be read into the second-level cache."""
-    if not INTERPRET:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T", "NC", "H"])
 def run_kernel(
-    k, head_x, q, given, beta, strength, upto, upto_low, S_in, S_out, out, reads, borders, total, docs, rows, decay_floor, T, NC,
-    H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SHIFT: tl.constexpr, DIVIDE: tl.constexpr, AFTER: tl.constexpr,
+    k, head_x, q, given, beta, strength, u, S_in, S_out, out, reads, borders, docs, rows, T, NC,
+    H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SHIFT: tl.constexpr, AFTER: tl.constexpr,
     BACK: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr, N: tl.constexpr, WORK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Residuals of every token (`out`), S from S_in to S_out and before every chunk (borders). BACK, from the end: L, behind every chunk, and d_z.
 
-    given: v (BACK: d_o). reads and total may be None: S_{t-1}^T x_t, and the log-decay of every chunk.
+    given: v (BACK: d_o). u: prefixes of log-decays. reads: S_{t-1}^T x_t, may be None.
     """
     lane = tl.program_id(1).to(tl.int64)
     n, h = lane // H, lane % H
@@ -78,92 +70,92 @@ def run_kernel(
     place = dk[None, :] * V + dv[:, None]
     S = tl.load(S_in + lane * K * V + place, mask=in_k & in_v, other=0.0)
     blocks = tl.cdiv(length, N).to(tl.int32)
-    summed = tl.zeros([BV], tl.float32)
+    late = (near >= N // 2)[None, :]
+    same = (near[:, None] < N // 2) == (near[None, :] < N // 2)
     for step in range(0, blocks):
         j, order = step, near
         if BACK:
             j, order = blocks - 1 - step, N - 1 - near
         c, part = first + j // (C // N), j % (C // N)
+        rank = j * N + order
+        token = rank < length
+        row = row_of(rows, start, rank, token, MASKED) * H + h
+        here, where = row[None, :] * V + dv[:, None], token[None, :] & in_v
+        xp, xok = key_pointers(k, head_x, rows, n, start, length, h, rank, H, K, 1, SHIFT, MASKED)
+        x = read(xp[:, None] + dk[None, :], xok[:, None] & in_k).to(WORK)
+        value, eta = read(given + here, where).to(tl.float32), read(beta + here, where).to(tl.float32)
+        # log-decay until and behind every token, before and behind the block, and in the middle of its halves
+        at = (c * H + h) * C + part * N
+        there = u + (at + order)[None, :] * V + dv[:, None]
+        begins = u + (at - 1) * V + dv
+        opened = (part > 0) & (dv < V)
+        behind = tl.load(there, mask=in_v & (near >= 0)[None, :], other=0.0)
+        until = tl.load(there - V, mask=in_v & (part * N + order > 0)[None, :], other=0.0)
+        origin = tl.load(begins, mask=opened, other=0.0)
+        middle, second = (
+            tl.load(begins + N // 4 * V, mask=dv < V, other=0.0),
+            tl.load(begins + 3 * N // 4 * V, mask=dv < V, other=0.0),
+        )
+        last = tl.load(begins + N * V, mask=dv < V, other=0.0)
+        eta *= tl.load(strength + at + order)[None, :]
+        if BACK:
+            query = read(q + row[:, None] * K + dk[None, :], token[:, None] & in_k).to(WORK)
+            until, behind = -behind, -until
+            origin, last, middle, second = -last, -origin, -second, -middle
+        # the state at a chunk's border
         edge = part == 0
         if BACK:
             edge = (part == C // N - 1) | (step == 0)
         if edge:
             tl.store(borders + (c * H + h) * K * V + place, S.to(borders.dtype.element_ty), mask=in_k & in_v)
-            summed = tl.zeros([BV], tl.float32)
-        rank = j * N + order
-        token = rank < length
-        row = row_of(rows, start, rank, token, MASKED) * H + h
-        at = (c * H + h) * C + part * N + order
-        here, where = row[None, :] * V + dv[:, None], token[None, :] & in_v
-        xp, xok = key_pointers(k, head_x, rows, n, start, length, h, rank, H, K, 1, SHIFT, MASKED)
-        x = read(xp[:, None] + dk[None, :], xok[:, None] & in_k).to(WORK)
-        m = columns_of(tl.dot(S.to(WORK), tl.trans(x), input_precision=PRECISION), BV)
-        values, gains = columns_of(read(given + here, where), BV), columns_of(read(beta + here, where), BV)
-        inverses, pulls = numbers_of(tl.load(strength + at)), numbers_of(tl.load(upto_low + at))
-        if DIVIDE:
-            lefts = numbers_of(tl.load(upto + at))
-        gamma, eta = (), ()
-        for i in tl.static_range(N):
-            gain = gains[i].to(tl.float32)
-            decay = 1.0 - gain * pulls[i]
-            if DIVIDE:
-                decay = lefts[i] + (1.0 - gain) * pulls[i]
-            gamma, eta = gamma + (tl.maximum(decay, decay_floor),), eta + (gain * inverses[i],)
-        gram = columns_of(tl.dot(x, tl.trans(x), input_precision=PRECISION), N)
+        centre = tl.where(late, second[:, None], middle[:, None])
+        coefficient = eta * tl.exp((until - behind).to(tl.float32))
+        across = tl.exp((second - middle).to(tl.float32))[:, None]
+        gram = tl.dot(x, tl.trans(x), input_precision=PRECISION)
+        gram = tl.where(near[:, None] < near[None, :], gram, 0.0)
+        seen = tl.dot(S.to(WORK), tl.trans(x), input_precision=PRECISION) * tl.exp(
+            (centre - origin[:, None]).to(tl.float32)
+        )
         if BACK:
-            query = read(q + row[:, None] * K + dk[None, :], token[:, None] & in_k).to(WORK)
-            score = columns_of(tl.dot(x, tl.trans(query), input_precision=PRECISION), N)
-        found = ()
-        for i in tl.static_range(N):
-            weight = numbers_of(gram[i])
-            value = values[i].to(tl.float32)
-            if BACK:
-                scores = numbers_of(score[i])
-                y = m[i]
-                if AFTER:
-                    y += scores[i] * value
-                    value *= gamma[i]
-                z = -eta[i] * y
+            scores = tl.dot(query, tl.trans(x), input_precision=PRECISION)
+            if AFTER:
+                scores = tl.where(near[:, None] <= near[None, :], scores, 0.0)
+                value *= tl.exp((centre - until).to(tl.float32))
             else:
-                y = value - m[i]
-                z = eta[i] * y
-            new = ()
-            for s in tl.static_range(N):
-                if s > i:
-                    moved = m[s] * gamma[i] + weight[s] * z
-                    if BACK:
-                        moved += scores[s] * value
-                    new = new + (moved,)
-                else:
-                    new = new + (m[s],)
-            m, found = new, found + (y,)
-        tl.store(out + here, matrix_of(found, BV).to(out.dtype.element_ty), mask=where)
-        if reads is not None:
-            tl.store(reads + here, matrix_of(m, BV).to(reads.dtype.element_ty), mask=where)
-        # what tokens have written, decayed to the block's end: from the last one on
-        kept = tl.full([BV], 1.0, tl.float32)
-        written, answered = (), ()
-        for i in tl.static_range(N):
-            z = eta[N - 1 - i] * found[N - 1 - i]
-            value = values[N - 1 - i].to(tl.float32)
-            if BACK:
-                written = (-z * kept,) + written
-                if AFTER:
-                    kept *= gamma[N - 1 - i]
-                    answered = (value * kept,) + answered
-                else:
-                    answered = (value * kept,) + answered
-                    kept *= gamma[N - 1 - i]
-            else:
-                written = (z * kept,) + written
-                kept *= gamma[N - 1 - i]
-            if total is not None:
-                summed += tl.log(gamma[N - 1 - i])
-        S = tl.dot(matrix_of(written, BV).to(WORK), x, S * kept[:, None], input_precision=PRECISION)
+                scores = tl.where(near[:, None] < near[None, :], scores, 0.0)
+                value *= tl.exp((centre - behind).to(tl.float32))
+            wanted = tl.zeros([BV, N], tl.float32)
+            crossing = tl.dot(
+                tl.where(late, 0.0, value).to(WORK), tl.where(same, 0.0, scores).to(WORK), input_precision=PRECISION
+            )
+            seen = tl.dot(value.to(WORK), tl.where(same, scores, 0.0).to(WORK), seen, input_precision=PRECISION)
+        else:
+            wanted = eta * tl.exp((centre - behind).to(tl.float32)) * value
+            crossing = tl.zeros([BV, N], tl.float32)
+        within = tl.where(same, gram, 0.0).to(WORK)
+        # row by row of each half: what is right stays so
+        z = wanted - coefficient * seen
+        for _ in tl.static_range(N // 2 - 1):
+            z = wanted - coefficient * tl.dot(z.to(WORK), within, seen, input_precision=PRECISION)
+        crossing = tl.dot(
+            tl.where(late, 0.0, z).to(WORK), tl.where(same, 0.0, gram).to(WORK), crossing, input_precision=PRECISION
+        )
+        seen += crossing * across
+        read_ = seen
+        for _ in tl.static_range(N // 2):
+            read_ = tl.dot(z.to(WORK), within, seen, input_precision=PRECISION)
+            z = wanted - coefficient * read_
+        read_ *= tl.exp((until - centre).to(tl.float32))
+        to_end = tl.exp((last[:, None] - centre).to(tl.float32))
+        S *= tl.exp((last - origin).to(tl.float32))[:, None]
+        S = tl.dot((z * to_end).to(WORK), x, S, input_precision=PRECISION)
         if BACK:
-            S = tl.dot(matrix_of(answered, BV).to(WORK), query, S, input_precision=PRECISION)
-        if total is not None:
-            tl.store(total + (c * H + h) * V + dv, summed, mask=dv < V)
+            S = tl.dot((value * to_end).to(WORK), query, S, input_precision=PRECISION)
+            tl.store(out + here, read_.to(out.dtype.element_ty), mask=where)
+        else:
+            tl.store(out + here, (value - read_).to(out.dtype.element_ty), mask=where)
+            if reads is not None:
+                tl.store(reads + here, read_.to(reads.dtype.element_ty), mask=where)
     tl.store(S_out + lane * K * V + place, S, mask=in_k & in_v)
 
 
@@ -201,8 +193,8 @@ def _by_token(x: Tensor, ranks: Ranks) -> Tensor:
 
 
 def _run(
-    k: Tensor, head_x: Tensor, q: Tensor, given: Tensor, beta: Tensor, found: Tensor, S: Tensor, ranks: Ranks, options: Options,
-    back: bool, reads: Tensor | None = None, total: Tensor | None = None,
+    k: Tensor, head_x: Tensor, q: Tensor, given: Tensor, beta: Tensor, strength: Tensor, u: Tensor, S: Tensor, ranks: Ranks,
+    options: Options, back: bool, reads: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Residuals (or d_z), new state (or gradient of the old one), and states at the borders, `[M, H, K, V]`."""
     (heads, k_size), v_size = k.shape[2:], given.shape[3]
@@ -212,9 +204,9 @@ def _run(
     with on_device(k):
         launch(
             run_kernel, (parts(v_size, 16), ranks.documents * heads),
-            k=k, head_x=head_x, q=q, given=given, beta=beta, strength=found[0], upto=found[1], upto_low=found[2], S_in=S, S_out=S_out,
-            out=out, reads=reads, borders=borders, total=total, decay_floor=options.decay_floor, **tables(ranks), H=heads, K=k_size, V=v_size, BK=block(k_size), BV=16,
-            SHIFT=int(options.shifted), DIVIDE=options.step == "beta", AFTER=options.read_after_write, BACK=back, N=16,
+            k=k, head_x=head_x, q=q, given=given, beta=beta, strength=strength, u=u, S_in=S, S_out=S_out, out=out, reads=reads,
+            borders=borders, **tables(ranks), H=heads, K=k_size, V=v_size, BK=block(k_size), BV=16, SHIFT=int(options.shifted),
+            AFTER=options.read_after_write, BACK=back, N=16,
             WORK=tl.float32 if wide else tl.bfloat16,
             PRECISION="ieee" if INTERPRETING else "tf32x3" if k.dtype == torch.float32 else "tf32",
             num_warps=WARPS, num_stages=STAGES,
@@ -272,31 +264,32 @@ def _forward(
     rule: str,
     flags: list[int],
     numbers: list[float],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
     found, _vector = gates(k, head_x, beta, ridge, first, count, ranks, options)
-    total, reads = k.new_empty(0), k.new_empty(0)
-    if k.dtype != torch.float32:
-        r, S, borders = _run(k, head_x, q, v, beta, found, S, ranks, options, False)
-        return Chunks(q, k, v, beta, head_x, found, ranks, options).read(r, borders), S, borders, found, r, total, reads
-    total, (o, reads) = _some(k, ranks, ranks.chunks, k.shape[2], v.shape[3]), (_by_token(v, ranks) for _ in range(2))
-    r, S, borders = _run(k, head_x, q, v, beta, found, S, ranks, options, False, reads, total)
-    with on_device(k):
-        Columns(q, k, r, beta, head_x, head_v, first, found, ranks, options).values(borders, o)
-    return o, S, borders, found, r, total, reads
+    exact, reads = k.dtype == torch.float32, k.new_empty(0)
+    u = prefixes(beta, found, ranks, options, exact)
+    if exact:
+        reads = _by_token(v, ranks)
+    r, S, borders = _run(k, head_x, q, v, beta, found[0], u, S, ranks, options, False, reads if exact else None)
+    if exact:
+        o = _by_token(v, ranks)
+        with on_device(k):
+            Columns(q, k, r, beta, head_x, head_v, first, found, ranks, options).values(borders, o)
+    else:
+        o = Chunks(q, k, v, beta, head_x, found, u, ranks, options).read(r, borders)
+    return o, S, borders, found, r, reads
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
     S, (ranks, _options), heads, size = others[4], unpack(*others[7:]), q.shape[2], v.shape[3]
-    exact = q.dtype == torch.float32
     return (
         torch.empty_like(v),
         torch.empty_like(S),
         q.new_empty(ranks.chunks, heads, k.shape[3], size),
         q.new_empty(4, ranks.chunks, heads, CHUNK, dtype=torch.float32),
         torch.empty_like(v),
-        q.new_empty(ranks.chunks, heads, size) if exact else q.new_empty(0),
-        torch.empty_like(v) if exact else q.new_empty(0),
+        torch.empty_like(v) if q.dtype == torch.float32 else q.new_empty(0),
     )
 
 
@@ -326,19 +319,20 @@ def _backward(
     borders: Tensor,
     found: Tensor,
     r: Tensor,
-    total: Tensor,
     reads: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
     d_o, gates_found = d_o.contiguous(), Gates(found, found.new_empty(0))
-    d_z, d_S_in, d_borders = _run(k, head_x, q, d_o, beta, found, d_S.contiguous(), ranks, options, True)
+    u = prefixes(beta, found, ranks, options, k.dtype == torch.float32)
+    d_z, d_S_in, d_borders = _run(k, head_x, q, d_o, beta, found[0], u, d_S.contiguous(), ranks, options, True)
     if k.dtype != torch.float32:
-        chunks = Chunks(q, k, v, beta, head_x, found, ranks, options)
+        chunks = Chunks(q, k, v, beta, head_x, found, u, ranks, options)
         d_q, d_k, d_v, d_beta, d_head_x, d_strength, d_decay = chunks.backward(
             d_o, o, r, d_z, borders, d_borders, d_S_in
         )
     else:
         writes, nothing = Columns(q, k, r, beta, head_x, head_v, first, found, ranks, options), torch.zeros_like(d_S_in)
+        total = u[:, :, -1].float().contiguous()
         d_q, d_k, _, d_beta, d_head_x, _, _, d_strength, d_decay = writes.backward(
             d_o, o, d_S.contiguous(), S_end, borders, total
         )

@@ -35,6 +35,7 @@ from ..delta import (
 )
 from ..gpu import block, key_pointers, launch, of_chunk, on_device, parts, value_pointers
 from ..ranks import CHUNK, Ranks
+from .apart import columns_of, numbers_of
 
 
 @triton.jit
@@ -70,60 +71,84 @@ def _couplings(
 
 
 @triton.jit
-def _token(upto, upto_low, strength, at, s, WIDE: tl.constexpr):
-    """Strength of the token in slot s, its decay, and the decay from the chunk's start up to it."""
-    to, before = tl.load(upto + at + s), tl.load(upto + at + s - 1, mask=s > 0, other=0.0)
+def _tokens(upto, upto_low, strength, at, start, WIDE: tl.constexpr, C: tl.constexpr):
+    """Strengths of the tokens from slot start on, their decays, and those from the chunk's start up to them, 16 numbers each."""
+    slot = start + tl.arange(0, 16)
+    inside = slot < C
+    to = tl.load(upto + at + slot, mask=inside, other=0.0)
+    before = tl.load(upto + at + slot - 1, mask=inside & (slot > 0), other=0.0)
     if WIDE:
-        to = to.to(tl.float64) + tl.load(upto_low + at + s)
-        before = before.to(tl.float64) + tl.load(upto_low + at + s - 1, mask=s > 0, other=0.0)
-    return tl.load(strength + at + s), tl.exp((to - before).to(tl.float32)), tl.exp(to.to(tl.float32))
+        to = to.to(tl.float64) + tl.load(upto_low + at + slot, mask=inside, other=0.0)
+        before = before.to(tl.float64) + tl.load(upto_low + at + slot - 1, mask=inside & (slot > 0), other=0.0)
+    gain = tl.load(strength + at + slot, mask=inside, other=0.0)
+    return numbers_of(gain), numbers_of(tl.exp((to - before).to(tl.float32))), numbers_of(tl.exp(to.to(tl.float32)))
+
+
+@triton.jit
+def _corner(square, start, W: tl.constexpr, C: tl.constexpr):
+    """The columns of `square` `[C, C]`, rows and columns from start - (W - 1) on, 16 by 16; each is what later tokens see of one."""
+    near = start - (W - 1) + tl.arange(0, 16)
+    inside = (near >= 0) & (near < C)
+    x = tl.load(square + near[:, None] * C + near[None, :], mask=inside[:, None] & inside[None, :], other=0.0)
+    return columns_of(x, 16)
+
+
+@triton.jit
+def _numbers(columns):
+    """The numbers of every column of `_corner`; what is not used is never made."""
+    rows = ()
+    for c in tl.static_range(16):
+        rows = rows + (numbers_of(columns[c]),)
+    return rows
 
 
 @triton.jit
 def _written(e, p, gain, kept, W: tl.constexpr):
-    """p after a token has written its window's residuals e. Here and below, tuples hold one row for every age."""
-    new = (gain * e[0],)
+    """p after a token has written its window's residuals e, and gain * e. Here and below, tuples hold one row for every age."""
+    new, weighted = (gain * e[0],), (gain * e[0],)
     for a in tl.static_range(1, W):
-        new = new + (kept * p[a - 1] + gain * e[a],)
-    return new
+        weighted = weighted + (gain * e[a],)
+        new = new + (kept * p[a - 1] + weighted[a],)
+    return new, weighted
 
 
 @triton.jit
-def _reread(e, R, entered, gram_at, gain, kept, W: tl.constexpr, C: tl.constexpr):
-    """R as the next token finds it; its own key reads `entered`. gram_at: row and column of the token in the Gram matrix."""
-    new = (entered,)
+def _older(e, weighted, own, entered, close, kept, t: tl.constexpr, W: tl.constexpr):
+    """e of the next token, whose key reads `entered`: of a key that stays, e = own - R and R is decayed and written to."""
+    new = (own[0] - entered,)
     for a in tl.static_range(1, W):
-        moved = kept * R[a - 1]
+        moved = kept * e[a - 1] + (1.0 - kept) * own[a]
         for b in tl.static_range(W):
-            moved += gain * tl.load(gram_at - (a - 1) * C - b) * e[b]
+            moved -= close[t - b][t - (a - 1)] * weighted[b]
         new = new + (moved,)
     return new
 
 
 @triton.jit
-def _residuals(R, column, s, W: tl.constexpr):
-    e = ()
-    for a in tl.static_range(W):
-        e = e + (tl.where(column == s - a, 1.0, 0.0) - R[a],)
-    return e
+def _own(own, column, s, W: tl.constexpr):
+    """1 in the column of each value in the window of slot s, given those of the slot before."""
+    new = (tl.where(column == s, 1.0, 0.0),)
+    for a in tl.static_range(1, W):
+        new = new + (own[a - 1],)
+    return new
 
 
 @triton.jit
 def _advance(
-    coupling, past, gain, kept, upto_s, start, i: tl.constexpr, column, R, p, left, W: tl.constexpr, C: tl.constexpr
+    close, past, gain, kept, upto_s, start, i: tl.constexpr, column, e, p, own, left, W: tl.constexpr, C: tl.constexpr
 ):
     """The token in slot start + i writes. left: final weights of the pairs that left the window in this block of tokens."""
-    s = start + i
-    e = _residuals(R, column, s, W)
-    p = _written(e, p, gain, kept, W)
+    s, t = start + i, i + W - 1
+    p, weighted = _written(e, p, gain, kept, W)
     left = left + (p[W - 1],)
     entered = tl.where(column == C + s + 1, upto_s, 0.0)
     entered += tl.load(past + (s + 1) * (2 * C) + column, mask=column * 0 + s + 1 < C, other=0.0)
     for j in tl.static_range(i + 1):
-        entered += tl.load(coupling + (s + 1) * C + start + j - (W - 1)) * left[j]
+        entered += close[j][t + 1] * left[j]
     for a in tl.static_range(W - 1):
-        entered += tl.load(coupling + (s + 1) * C + s - a) * p[a]
-    return e, p, left, _reread(e, R, entered, coupling + s * C + s, gain, kept, W, C)
+        entered += close[t - a][t + 1] * p[a]
+    own = _own(own, column, s + 1, W)
+    return p, left, own, _older(e, weighted, own, entered, close, kept, t, W)
 
 
 @triton.jit
@@ -148,15 +173,16 @@ def _behind(
 
 @triton.jit
 def _empty_window(past, W: tl.constexpr, C: tl.constexpr):
-    """R and p before the first slot, and sums of nothing."""
+    """e, p and own before the first slot, and sums of nothing."""
     slot, column = tl.arange(0, C), tl.arange(0, 2 * C)
     added, nothing = tl.zeros([C, 2 * C], tl.float32), tl.zeros([2 * C], tl.float32)
     tl.store(past + slot[:, None] * (2 * C) + column[None, :], added)
-    R, p = (tl.where(column == C, 1.0, 0.0),), (nothing,)
+    own, p = (tl.where(column == 0, 1.0, 0.0),), (nothing,)
+    e = (own[0] - tl.where(column == C, 1.0, 0.0),)
     for _ in tl.static_range(1, W):
-        R, p = R + (nothing,), p + (nothing,)
+        e, p, own = e + (nothing,), p + (nothing,), own + (nothing,)
     tl.debug_barrier()
-    return R, p, added
+    return e, p, own, added
 
 
 @triton.jit(do_not_specialize=[*FIXED, "total"])
@@ -194,17 +220,18 @@ def response_kernel(
         tl.store(seen + row_at, scores * reading)
         if not AFTER:
             tl.store(band + column, tl.zeros([2 * C], tl.float32))
-        R, p, added = _empty_window(past, W, C)
+        e, p, own, added = _empty_window(past, W, C)
         for start in range(0, C, BLOCK):
             left, reads = (), ()  # stored after the block: no store holds up a load
+            gains, keeps, uptos = _tokens(upto, upto_low, strength, index * C, start, WIDE, C)
+            close, close_scores = _numbers(_corner(coupling, start, W, C)), _numbers(_corner(score, start, W, C))
             for i in tl.static_range(BLOCK):
-                s = start + i
-                gain, kept, upto_s = _token(upto, upto_low, strength, index * C, s, WIDE)
-                _e, p, left, R = _advance(coupling, past, gain, kept, upto_s, start, i, column, R, p, left, W, C)
-                shown = s if AFTER else s + 1
+                p, left, own, e = _advance(
+                    close, past, gains[i], keeps[i], uptos[i], start, i, column, e, p, own, left, W, C
+                )
                 read = tl.zeros([2 * C], tl.float32)
                 for a in tl.static_range(W - 1):
-                    read += tl.load(score + shown * C + s - a) * p[a]
+                    read += close_scores[i + W - 1 - a][i + W - 1 + (0 if AFTER else 1)] * p[a]
                 reads = reads + (read,)
             for i in tl.static_range(BLOCK):
                 s = start + i
@@ -385,22 +412,22 @@ def _rows_of(at, column, W: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _through_write(d_p, first, done, d_out, near_at, weight_at, W: tl.constexpr):
+def _through_write(d_p, first, done, d_out, close, close_scores, t: tl.constexpr, AFTER: tl.constexpr, W: tl.constexpr):
     """Gradient of p with what the next key, the reads, and all later keys (done, of the pair that leaves) see of it."""
     new = ()
     for a in tl.static_range(W - 1):
-        new = new + (d_p[a] + tl.load(near_at - a) * first + tl.load(weight_at - a) * d_out,)
+        new = new + (d_p[a] + close[t - a][t + 1] * first + close_scores[t - a][t + (0 if AFTER else 1)] * d_out,)
     return new + (d_p[W - 1] + done,)
 
 
 @triton.jit
-def _through_residuals(d_p, d_R, gram_at, W: tl.constexpr, C: tl.constexpr):
+def _through_residuals(d_p, d_R, close, t: tl.constexpr, W: tl.constexpr):
     """Gradient of e, over the gain."""
     new = ()
     for b in tl.static_range(W):
         d_e = d_p[b]
         for a in tl.static_range(1, W):
-            d_e += tl.load(gram_at - (a - 1) * C - b) * d_R[a]
+            d_e += close[t - b][t - (a - 1)] * d_R[a]
         new = new + (d_e,)
     return new
 
@@ -453,13 +480,17 @@ def response_backward_kernel(
         tl.store(coupling + row_at, tl.where(entering > 0, gram * entering, tl.where(behind < W, gram, 0.0)))
         tl.store(score + row_at, scores)
         tl.store(seen + row_at, tl.where(reading > 0, scores * reading, 0.0))
-        R, p, added = _empty_window(past, W, C)
+        e, p, own, added = _empty_window(past, W, C)
         for start in range(0, C, BLOCK):
             left, all_e, all_p = (), (), ()
+            gains, keeps, uptos = _tokens(upto, upto_low, strength, index * C, start, WIDE, C)
+            close = _numbers(_corner(coupling, start, W, C))
             for i in tl.static_range(BLOCK):
-                gain, kept, upto_s = _token(upto, upto_low, strength, index * C, start + i, WIDE)
-                e, p, left, R = _advance(coupling, past, gain, kept, upto_s, start, i, column, R, p, left, W, C)
-                all_e, all_p = all_e + (e,), all_p + (p,)
+                all_e = all_e + (e,)
+                p, left, own, e = _advance(
+                    close, past, gains[i], keeps[i], uptos[i], start, i, column, e, p, own, left, W, C
+                )
+                all_p = all_p + (p,)
             for i in tl.static_range(BLOCK):
                 s = start + i
                 tl.store(hats + (s - (W - 1)) * (2 * C) + column, left[i], mask=column * 0 + s >= W - 1)
@@ -486,11 +517,13 @@ def response_backward_kernel(
         tl.debug_barrier()
         for done_before in range(0, C, BLOCK):
             start = C - BLOCK - done_before
-            firsts, all_R, gains, keeps = (), (), (), ()
+            firsts, all_R, to_gains, to_keeps = (), (), (), ()
+            gains, keeps, _uptos = _tokens(upto, upto_low, strength, index * C, start, WIDE, C)
+            close, close_scores = _numbers(_corner(coupling, start, W, C)), _numbers(_corner(score, start, W, C))
             for back in tl.static_range(BLOCK):
                 s = start + (BLOCK - 1 - back)
                 shown = s if AFTER else s + 1
-                gain, kept, _upto_s = _token(upto, upto_low, strength, index * C, s, WIDE)
+                gain, kept = gains[BLOCK - 1 - back], keeps[BLOCK - 1 - back]
                 e = _rows_of(shown_e + s * (W * 2 * C), column, W, C)
                 before = _rows_of(shown_p + tl.maximum(s - 1, 0) * (W * 2 * C), column, W, C)
                 d_out = tl.load(d_read + shown * (2 * C) + column, mask=column * 0 + shown < C, other=0.0).to(
@@ -500,21 +533,21 @@ def response_backward_kernel(
                 done = tl.load(d_hats + leaving * (2 * C) + column, mask=column * 0 + leaving >= 0, other=0.0)
                 firsts, all_R = firsts + (d_R[0],), all_R + (d_R,)
                 for j in tl.static_range(back + 1):
-                    done += tl.load(coupling + (start + (BLOCK - j)) * C + leaving) * firsts[j]
-                d_p = _through_write(d_p, d_R[0], done, d_out, coupling + (s + 1) * C + s, score + shown * C + s, W)
-                d_e = _through_residuals(d_p, d_R, coupling + s * C + s, W, C)
+                    done += close[BLOCK - 1 - back][BLOCK - j + W - 1] * firsts[j]
+                d_p = _through_write(d_p, d_R[0], done, d_out, close, close_scores, BLOCK - 1 - back + W - 1, AFTER, W)
+                d_e = _through_residuals(d_p, d_R, close, BLOCK - 1 - back + W - 1, W)
                 to_gain, to_kept = d_e[0] * e[0], tl.zeros([2 * C], tl.float32)
                 for a in tl.static_range(1, W):
                     to_gain += d_e[a] * e[a]
                     R_before = tl.where(column == s - (a - 1), 1.0, 0.0) - e[a - 1]
                     to_kept += d_p[a] * before[a - 1] + d_R[a] * R_before
-                gains, keeps = gains + (to_gain,), keeps + (to_kept,)
+                to_gains, to_keeps = to_gains + (to_gain,), to_keeps + (to_kept,)
                 d_R = _less(_younger(d_R, kept, W), d_e, gain, W)
                 d_p = _younger(d_p, kept, W)
             for back in tl.static_range(BLOCK):
                 s = start + (BLOCK - 1 - back)
-                tl.store(part_gain + s * (2 * C) + column, gains[back])
-                tl.store(part_kept + s * (2 * C) + column, keeps[back])
+                tl.store(part_gain + s * (2 * C) + column, to_gains[back])
+                tl.store(part_kept + s * (2 * C) + column, to_keeps[back])
                 entered = column * 0 + s + 1 < C
                 tl.store(past + (s + 1) * (2 * C) + column, firsts[back], mask=entered)
                 at = lead + index * (2 * C * C) + (s + 1) * (2 * C) + column
@@ -540,23 +573,29 @@ def response_backward_kernel(
         tl.store(d_strength + index * C + slot, tl.where(token, tl.sum(tl.load(part_gain + wide), 1), 0.0))
         d_step = tl.sum(tl.load(part_kept + wide), 1) * tl.exp((since - until).to(tl.float32))
         tl.store(d_log_decay + index * C + slot, tl.where(token, d_step, 0.0))
-        each = slot[:, None] * (W * 2 * C) + column[None, :]
-        shown = slot if AFTER else slot + 1
-        d_out = tl.load(
-            d_read + shown[:, None] * (2 * C) + column[None, :],
-            mask=(shown < C)[:, None] & (column >= 0)[None, :],
-            other=0.0,
-        ).to(tl.float32)
-        near_at = near_gram + (index * C + slot) * (W * W)
-        theirs = tl.load(shown_R + each).to(tl.float32)
-        for b in range(W - 1):
-            ours = tl.load(shown_p + each + b * (2 * C)).to(tl.float32)
-            tl.store(near_at + b, tl.sum(theirs * ours, 1))
-            tl.store(near_score + (index * C + slot) * W + b, tl.sum(d_out * ours, 1))
-        for ages in range(W, W * W):
-            theirs = tl.load(shown_R + each + ages // W * (2 * C)).to(tl.float32)
-            ours = tl.load(shown_e + each + ages % W * (2 * C)).to(tl.float32)
-            tl.store(near_at + ages, tl.sum(theirs * ours, 1) * gain)
+        for begin in range(0, C, 16):  # so many rows that each is loaded once
+            rows_, shown = begin + near, begin + near + (0 if AFTER else 1)
+            each = rows_[:, None] * (W * 2 * C) + column[None, :]
+            wide_d = shown[:, None] * (2 * C) + column[None, :]
+            d_out = tl.load(d_read + wide_d, mask=(shown < C)[:, None] & (column >= 0)[None, :], other=0.0).to(
+                tl.float32
+            )
+            d_first = tl.load(shown_R + each).to(tl.float32)
+            near_at = near_gram + (index * C + rows_) * (W * W)
+            for b in tl.static_range(W - 1):
+                ours = tl.load(shown_p + each + b * (2 * C)).to(tl.float32)
+                tl.store(near_at + b, tl.sum(d_first * ours, 1))
+                tl.store(near_score + (index * C + rows_) * W + b, tl.sum(d_out * ours, 1))
+            theirs = ()
+            for a in tl.static_range(1, W):
+                theirs = theirs + (tl.load(shown_R + each + a * (2 * C)).to(tl.float32),)
+            for b in tl.static_range(W):
+                ours = (
+                    tl.load(shown_e + each + b * (2 * C)).to(tl.float32)
+                    * tl.load(strength + index * C + rows_)[:, None]
+                )
+                for a in tl.static_range(1, W):
+                    tl.store(near_at + a * W + b, tl.sum(theirs[a - 1] * ours, 1))
 
 
 @triton.jit(do_not_specialize=FIXED)
