@@ -109,29 +109,39 @@ def run_kernel(
         if edge:
             tl.store(borders + (c * H + h) * K * V + place, S.to(borders.dtype.element_ty), mask=in_k & in_v)
         centre = tl.where(late, second[:, None], middle[:, None])
-        coefficient = eta * tl.exp((until - behind).to(tl.float32))
-        across = tl.exp((second - middle).to(tl.float32))[:, None]
-        gram = tl.dot(x, tl.trans(x), input_precision=PRECISION)
-        gram = tl.where(near[:, None] < near[None, :], gram, 0.0)
-        seen = tl.dot(S.to(WORK), tl.trans(x), input_precision=PRECISION) * tl.exp(
-            (centre - origin[:, None]).to(tl.float32)
+        grown, shrunk = (
+            tl.exp((centre - behind).to(tl.float32)),
+            tl.exp((until - centre).to(tl.float32)),
+        )  # 1 / R_t, R_{t-1}
+        into, across, leaves = (
+            tl.exp((middle - origin).to(tl.float32)),
+            tl.exp((second - middle).to(tl.float32)),
+            tl.exp((last - second).to(tl.float32)),
         )
+        coefficient = eta * shrunk * grown
+        gram = tl.dot(x, tl.trans(x), input_precision=PRECISION)
+        gram = tl.where(near[:, None] < near[None, :], gram, 0.0).to(WORK)
+        seen = tl.dot(S.to(WORK), tl.trans(x), input_precision=PRECISION)
+        seen *= tl.where(late, (into * across)[:, None], into[:, None])
+        wanted = tl.zeros([BV, N], tl.float32)
+        crossing = tl.zeros([BV, N], tl.float32)
         if BACK:
             scores = tl.dot(query, tl.trans(x), input_precision=PRECISION)
             if AFTER:
-                scores = tl.where(near[:, None] <= near[None, :], scores, 0.0)
+                scores = tl.where(near[:, None] <= near[None, :], scores, 0.0).to(WORK)
                 value *= tl.exp((centre - until).to(tl.float32))
             else:
-                scores = tl.where(near[:, None] < near[None, :], scores, 0.0)
-                value *= tl.exp((centre - behind).to(tl.float32))
-            wanted = tl.zeros([BV, N], tl.float32)
+                scores = tl.where(near[:, None] < near[None, :], scores, 0.0).to(WORK)
+                value *= grown
             crossing = tl.dot(
-                tl.where(late, 0.0, value).to(WORK), tl.where(same, 0.0, scores).to(WORK), input_precision=PRECISION
+                tl.where(late, 0.0, value).to(WORK),
+                tl.where(same, 0.0, scores).to(WORK),
+                crossing,
+                input_precision=PRECISION,
             )
             seen = tl.dot(value.to(WORK), tl.where(same, scores, 0.0).to(WORK), seen, input_precision=PRECISION)
         else:
-            wanted = eta * tl.exp((centre - behind).to(tl.float32)) * value
-            crossing = tl.zeros([BV, N], tl.float32)
+            wanted = eta * grown * value
         within = tl.where(same, gram, 0.0).to(WORK)
         # row by row of each half: what is right stays so
         z = wanted - coefficient * seen
@@ -140,22 +150,22 @@ def run_kernel(
         crossing = tl.dot(
             tl.where(late, 0.0, z).to(WORK), tl.where(same, 0.0, gram).to(WORK), crossing, input_precision=PRECISION
         )
-        seen += crossing * across
-        read_ = seen
+        seen += crossing * across[:, None]
+        found = seen
         for _ in tl.static_range(N // 2):
-            read_ = tl.dot(z.to(WORK), within, seen, input_precision=PRECISION)
-            z = wanted - coefficient * read_
-        read_ *= tl.exp((until - centre).to(tl.float32))
-        to_end = tl.exp((last[:, None] - centre).to(tl.float32))
-        S *= tl.exp((last - origin).to(tl.float32))[:, None]
+            found = tl.dot(z.to(WORK), within, seen, input_precision=PRECISION)
+            z = wanted - coefficient * found
+        found *= shrunk
+        to_end = tl.where(late, leaves[:, None], (across * leaves)[:, None])
+        S *= (into * across * leaves)[:, None]
         S = tl.dot((z * to_end).to(WORK), x, S, input_precision=PRECISION)
         if BACK:
             S = tl.dot((value * to_end).to(WORK), query, S, input_precision=PRECISION)
-            tl.store(out + here, read_.to(out.dtype.element_ty), mask=where)
+            tl.store(out + here, found.to(out.dtype.element_ty), mask=where)
         else:
-            tl.store(out + here, (value - read_).to(out.dtype.element_ty), mask=where)
+            tl.store(out + here, (value - found).to(out.dtype.element_ty), mask=where)
             if reads is not None:
-                tl.store(reads + here, read_.to(reads.dtype.element_ty), mask=where)
+                tl.store(reads + here, found.to(reads.dtype.element_ty), mask=where)
     tl.store(S_out + lane * K * V + place, S, mask=in_k & in_v)
 
 

@@ -35,7 +35,7 @@ from ..delta import (
 )
 from ..gpu import block, key_pointers, launch, of_chunk, on_device, parts, value_pointers
 from ..ranks import CHUNK, Ranks
-from .apart import columns_of, numbers_of
+from .apart import eight_of, sixteen_of
 
 
 @triton.jit
@@ -72,8 +72,8 @@ def _couplings(
 
 @triton.jit
 def _tokens(upto, upto_low, strength, at, start, WIDE: tl.constexpr, C: tl.constexpr):
-    """Strengths of the tokens from slot start on, their decays, and those from the chunk's start up to them, 16 numbers each."""
-    slot = start + tl.arange(0, 16)
+    """Strengths of the tokens from slot start on, their decays, and those from the chunk's start up to them, 8 numbers each."""
+    slot = start + tl.arange(0, 8)
     inside = slot < C
     to = tl.load(upto + at + slot, mask=inside, other=0.0)
     before = tl.load(upto + at + slot - 1, mask=inside & (slot > 0), other=0.0)
@@ -81,25 +81,30 @@ def _tokens(upto, upto_low, strength, at, start, WIDE: tl.constexpr, C: tl.const
         to = to.to(tl.float64) + tl.load(upto_low + at + slot, mask=inside, other=0.0)
         before = before.to(tl.float64) + tl.load(upto_low + at + slot - 1, mask=inside & (slot > 0), other=0.0)
     gain = tl.load(strength + at + slot, mask=inside, other=0.0)
-    return numbers_of(gain), numbers_of(tl.exp((to - before).to(tl.float32))), numbers_of(tl.exp(to.to(tl.float32)))
+    return eight_of(gain), eight_of(tl.exp((to - before).to(tl.float32))), eight_of(tl.exp(to.to(tl.float32)))
 
 
 @triton.jit
-def _corner(square, start, W: tl.constexpr, C: tl.constexpr):
-    """The columns of `square` `[C, C]`, rows and columns from start - (W - 1) on, 16 by 16; each is what later tokens see of one."""
-    near = start - (W - 1) + tl.arange(0, 16)
-    inside = (near >= 0) & (near < C)
-    x = tl.load(square + near[:, None] * C + near[None, :], mask=inside[:, None] & inside[None, :], other=0.0)
-    return columns_of(x, 16)
-
-
-@triton.jit
-def _numbers(columns):
-    """The numbers of every column of `_corner`; what is not used is never made."""
+def _rows_near(square, start, W: tl.constexpr, PITCH: tl.constexpr, COUNT: tl.constexpr):
+    """Rows of a matrix in scratch memory (see `_keep`) from slot start - (W - 1) on, as numbers, columns from the same slot on."""
     rows = ()
-    for c in tl.static_range(16):
-        rows = rows + (numbers_of(columns[c]),)
+    for r in tl.static_range(COUNT):
+        s = start + (r - (W - 1))
+        if COUNT <= 8:
+            near = tl.arange(0, 8)
+            x = eight_of(tl.load(square + s * PITCH + start + near, mask=near * 0 + s >= 0, other=0.0))
+        else:
+            near = tl.arange(0, 16)
+            x = sixteen_of(tl.load(square + s * PITCH + start + near, mask=near * 0 + s >= 0, other=0.0))
+        rows = rows + (x,)
     return rows
+
+
+@triton.jit
+def _keep(square, x, W: tl.constexpr, C: tl.constexpr, PITCH: tl.constexpr):
+    """Store a matrix `[C, C]` with W - 1 numbers before and some behind every row, which stay 0."""
+    slot = tl.arange(0, C)
+    tl.store(square + slot[:, None] * PITCH + (W - 1) + slot[None, :], x)
 
 
 @triton.jit
@@ -119,7 +124,7 @@ def _older(e, weighted, own, entered, close, kept, t: tl.constexpr, W: tl.conste
     for a in tl.static_range(1, W):
         moved = kept * e[a - 1] + (1.0 - kept) * own[a]
         for b in tl.static_range(W):
-            moved -= close[t - b][t - (a - 1)] * weighted[b]
+            moved -= close[t - min(a - 1, b)][t - max(a - 1, b)] * weighted[b]
         new = new + (moved,)
     return new
 
@@ -138,29 +143,41 @@ def _advance(
     close, past, gain, kept, upto_s, start, i: tl.constexpr, column, e, p, own, left, W: tl.constexpr, C: tl.constexpr
 ):
     """The token in slot start + i writes. left: final weights of the pairs that left the window in this block of tokens."""
-    s, t = start + i, i + W - 1
+    s = start + i
+    t: tl.constexpr = i + W - 1
     p, weighted = _written(e, p, gain, kept, W)
     left = left + (p[W - 1],)
     entered = tl.where(column == C + s + 1, upto_s, 0.0)
     entered += tl.load(past + (s + 1) * (2 * C) + column, mask=column * 0 + s + 1 < C, other=0.0)
     for j in tl.static_range(i + 1):
-        entered += close[j][t + 1] * left[j]
+        entered += close[t + 1][j] * left[j]
     for a in tl.static_range(W - 1):
-        entered += close[t - a][t + 1] * p[a]
+        entered += close[t + 1][t - a] * p[a]
     own = _own(own, column, s + 1, W)
     return p, left, own, _older(e, weighted, own, entered, close, kept, t, W)
 
 
 @triton.jit
 def _behind(
-    coupling, final, past, start, added, W: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr
+    coupling,
+    final,
+    past,
+    start,
+    added,
+    W: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PITCH: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Add what the block's pairs that have left let later keys read, and show it to the next block."""
     slot, column, near = tl.arange(0, C), tl.arange(0, 2 * C), tl.arange(0, 16)
     tl.debug_barrier()
     at = start - (W - 1) + near
     new = (at >= 0) & (near < BLOCK)
-    weight = tl.load(coupling + slot[:, None] * C + at[None, :], mask=new[None, :] & (slot >= 0)[:, None], other=0.0)
+    weight = tl.load(
+        coupling + slot[:, None] * PITCH + (W - 1) + at[None, :], mask=new[None, :] & (slot >= 0)[:, None], other=0.0
+    )
     done = tl.load(
         final + at[:, None] * (2 * C) + column[None, :], mask=new[:, None] & (column >= 0)[None, :], other=0.0
     )
@@ -188,22 +205,17 @@ def _empty_window(past, W: tl.constexpr, C: tl.constexpr):
 @triton.jit(do_not_specialize=[*FIXED, "total"])
 def response_kernel(
     q, k, head, strength, upto, upto_low, scratch, responses, docs, chunk_doc, rows, total, T, NC,
-    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, PITCH: tl.constexpr,
     SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """responses: `[M * H, 4, C, C]`, write_v, write_S, read_v, read_S. scratch: `[programs, 10, C, C]`.
+    """responses: `[M * H, 4, C, C]`, write_v, write_S, read_v, read_S. scratch: `[programs, 12, C, C]`.
 
     A thread runs over the tokens with a column of its own; what pairs that left the window in an earlier block of tokens add is
     one product a block. Slots before the first token write nothing, so that they only fill the window.
     """
-    band = scratch + tl.program_id(0).to(tl.int64) * (10 * C * C)
-    final, coupling, score, past, seen = (
-        band + 2 * C * C,
-        band + 4 * C * C,
-        band + 5 * C * C,
-        band + 6 * C * C,
-        band + 8 * C * C,
-    )
+    band = scratch + tl.program_id(0).to(tl.int64) * (12 * C * C)
+    final, coupling, score = band + 2 * C * C, band + 4 * C * C, band + 6 * C * C
+    past, seen = band + 8 * C * C, band + 10 * C * C
     slot, column = tl.arange(0, C), tl.arange(0, 2 * C)
     row_at, wide = slot[:, None] * C + slot[None, :], slot[:, None] * (2 * C) + column[None, :]
     for index in range(tl.program_id(0).to(tl.int64), total, tl.num_programs(0)):
@@ -212,11 +224,9 @@ def response_kernel(
             H, K, C, BK, SHIFT, W, AFTER, PLAIN, MASKED, WORK, WIDE, PRECISION,
         )  # fmt: skip
         tl.debug_barrier()  # the chunk before is read no more
-        tl.store(
-            coupling + row_at,
-            tl.where(entering > 0, gram * entering, tl.where(slot[:, None] - slot[None, :] < W, gram, 0.0)),
-        )
-        tl.store(score + row_at, scores)
+        held = tl.where(entering > 0, gram * entering, tl.where(slot[:, None] - slot[None, :] < W, gram, 0.0))
+        _keep(coupling, held, W, C, PITCH)
+        _keep(score, scores, W, C, PITCH)
         tl.store(seen + row_at, scores * reading)
         if not AFTER:
             tl.store(band + column, tl.zeros([2 * C], tl.float32))
@@ -224,21 +234,24 @@ def response_kernel(
         for start in range(0, C, BLOCK):
             left, reads = (), ()  # stored after the block: no store holds up a load
             gains, keeps, uptos = _tokens(upto, upto_low, strength, index * C, start, WIDE, C)
-            close, close_scores = _numbers(_corner(coupling, start, W, C)), _numbers(_corner(score, start, W, C))
+            close, close_scores = (
+                _rows_near(coupling, start, W, PITCH, BLOCK + W),
+                _rows_near(score, start, W, PITCH, BLOCK + W),
+            )
             for i in tl.static_range(BLOCK):
                 p, left, own, e = _advance(
                     close, past, gains[i], keeps[i], uptos[i], start, i, column, e, p, own, left, W, C
                 )
                 read = tl.zeros([2 * C], tl.float32)
                 for a in tl.static_range(W - 1):
-                    read += close_scores[i + W - 1 - a][i + W - 1 + (0 if AFTER else 1)] * p[a]
+                    read += close_scores[i + W - 1 + (0 if AFTER else 1)][i + W - 1 - a] * p[a]
                 reads = reads + (read,)
             for i in tl.static_range(BLOCK):
                 s = start + i
                 tl.store(final + (s - (W - 1)) * (2 * C) + column, left[i], mask=column * 0 + s >= W - 1)
                 shown = s if AFTER else s + 1
                 tl.store(band + shown * (2 * C) + column, reads[i], mask=column * 0 + shown < C)
-            added = _behind(coupling, final, past, start, added, W, C, BLOCK, PRECISION)
+            added = _behind(coupling, final, past, start, added, W, C, BLOCK, PITCH, PRECISION)
         for a in tl.static_range(W - 1):
             tl.store(final + (C - 1 - a) * (2 * C) + column, p[a])
         tl.debug_barrier()
@@ -416,7 +429,7 @@ def _through_write(d_p, first, done, d_out, close, close_scores, t: tl.constexpr
     """Gradient of p with what the next key, the reads, and all later keys (done, of the pair that leaves) see of it."""
     new = ()
     for a in tl.static_range(W - 1):
-        new = new + (d_p[a] + close[t - a][t + 1] * first + close_scores[t - a][t + (0 if AFTER else 1)] * d_out,)
+        new = new + (d_p[a] + close[t + 1][t - a] * first + close_scores[t + (0 if AFTER else 1)][t - a] * d_out,)
     return new + (d_p[W - 1] + done,)
 
 
@@ -427,7 +440,7 @@ def _through_residuals(d_p, d_R, close, t: tl.constexpr, W: tl.constexpr):
     for b in tl.static_range(W):
         d_e = d_p[b]
         for a in tl.static_range(1, W):
-            d_e += close[t - b][t - (a - 1)] * d_R[a]
+            d_e += close[t - min(a - 1, b)][t - max(a - 1, b)] * d_R[a]
         new = new + (d_e,)
     return new
 
@@ -453,18 +466,18 @@ def _less(rows, others, gain, W: tl.constexpr):
 def response_backward_kernel(
     q, k, head, strength, upto, upto_low, scratch, history, d_responses, final, lead, near_gram, near_score, d_strength, d_log_decay,
     docs, chunk_doc, rows, total, T, NC,
-    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, PITCH: tl.constexpr,
     SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The run over the tokens again, then back to front. scratch: `[programs, 13, C, C]`, history: `[programs, 3, C, W, 2 C]`.
+    """The run over the tokens again, then back to front. scratch: `[programs, 15, C, C]`, history: `[programs, 3, C, W, 2 C]`.
 
     Left for `coupling_kernel`, a tile each: `final` is hat at the end, `lead` the gradient of what a key reads as it enters
     (both `[C, 2 C]`), near_gram `[C, W, W]` and near_score `[C, W]` the gradients of products within a window. d_strength is
     whole, d_log_decay holds what R and p see of each token's decay.
     """
-    hats = scratch + tl.program_id(0).to(tl.int64) * (13 * C * C)
-    coupling, score, past, seen = hats + 2 * C * C, hats + 3 * C * C, hats + 4 * C * C, hats + 6 * C * C
-    d_hats, part_gain, part_kept = hats + 7 * C * C, hats + 9 * C * C, hats + 11 * C * C
+    hats = scratch + tl.program_id(0).to(tl.int64) * (15 * C * C)
+    coupling, score, past, seen = hats + 2 * C * C, hats + 4 * C * C, hats + 6 * C * C, hats + 8 * C * C
+    d_hats, part_gain, part_kept = hats + 9 * C * C, hats + 11 * C * C, hats + 13 * C * C
     shown_e = history + tl.program_id(0).to(tl.int64) * (6 * C * C * W)
     shown_p, shown_R = shown_e + 2 * C * C * W, shown_e + 4 * C * C * W
     slot, column, near = tl.arange(0, C), tl.arange(0, 2 * C), tl.arange(0, 16)
@@ -477,14 +490,14 @@ def response_backward_kernel(
             H, K, C, BK, SHIFT, W, AFTER, PLAIN, MASKED, WORK, WIDE, PRECISION,
         )  # fmt: skip
         tl.debug_barrier()  # the chunk before is read no more
-        tl.store(coupling + row_at, tl.where(entering > 0, gram * entering, tl.where(behind < W, gram, 0.0)))
-        tl.store(score + row_at, scores)
+        _keep(coupling, tl.where(entering > 0, gram * entering, tl.where(behind < W, gram, 0.0)), W, C, PITCH)
+        _keep(score, scores, W, C, PITCH)
         tl.store(seen + row_at, tl.where(reading > 0, scores * reading, 0.0))
         e, p, own, added = _empty_window(past, W, C)
         for start in range(0, C, BLOCK):
             left, all_e, all_p = (), (), ()
             gains, keeps, uptos = _tokens(upto, upto_low, strength, index * C, start, WIDE, C)
-            close = _numbers(_corner(coupling, start, W, C))
+            close = _rows_near(coupling, start, W, PITCH, BLOCK + W)
             for i in tl.static_range(BLOCK):
                 all_e = all_e + (e,)
                 p, left, own, e = _advance(
@@ -498,7 +511,7 @@ def response_backward_kernel(
                     at = (s * W + a) * (2 * C) + column
                     tl.store(shown_e + at, all_e[i][a].to(history.dtype.element_ty))
                     tl.store(shown_p + at, all_p[i][a].to(history.dtype.element_ty))
-            added = _behind(coupling, hats, past, start, added, W, C, BLOCK, PRECISION)
+            added = _behind(coupling, hats, past, start, added, W, C, BLOCK, PITCH, PRECISION)
         d_write, d_read = d_responses + index * (4 * C * C), d_responses + index * (4 * C * C) + 2 * C * C
         d_p, d_R = (), ()
         for a in tl.static_range(W - 1):
@@ -519,7 +532,10 @@ def response_backward_kernel(
             start = C - BLOCK - done_before
             firsts, all_R, to_gains, to_keeps = (), (), (), ()
             gains, keeps, _uptos = _tokens(upto, upto_low, strength, index * C, start, WIDE, C)
-            close, close_scores = _numbers(_corner(coupling, start, W, C)), _numbers(_corner(score, start, W, C))
+            close, close_scores = (
+                _rows_near(coupling, start, W, PITCH, BLOCK + W),
+                _rows_near(score, start, W, PITCH, BLOCK + W),
+            )
             for back in tl.static_range(BLOCK):
                 s = start + (BLOCK - 1 - back)
                 shown = s if AFTER else s + 1
@@ -533,7 +549,7 @@ def response_backward_kernel(
                 done = tl.load(d_hats + leaving * (2 * C) + column, mask=column * 0 + leaving >= 0, other=0.0)
                 firsts, all_R = firsts + (d_R[0],), all_R + (d_R,)
                 for j in tl.static_range(back + 1):
-                    done += close[BLOCK - 1 - back][BLOCK - j + W - 1] * firsts[j]
+                    done += close[BLOCK - j + W - 1][BLOCK - 1 - back] * firsts[j]
                 d_p = _through_write(d_p, d_R[0], done, d_out, close, close_scores, BLOCK - 1 - back + W - 1, AFTER, W)
                 d_e = _through_residuals(d_p, d_R, close, BLOCK - 1 - back + W - 1, W)
                 to_gain, to_kept = d_e[0] * e[0], tl.zeros([2 * C], tl.float32)
@@ -559,7 +575,9 @@ def response_backward_kernel(
             at = start + 1 + near
             new = (at < C) & (near < BLOCK)
             weight = tl.load(
-                coupling + slot[:, None] + (at * C)[None, :], mask=new[None, :] & (slot >= 0)[:, None], other=0.0
+                coupling + (W - 1) + slot[:, None] + (at * PITCH)[None, :],
+                mask=new[None, :] & (slot >= 0)[:, None],
+                other=0.0,
             )
             entered = tl.load(
                 past + at[:, None] * (2 * C) + column[None, :], mask=new[:, None] & (column >= 0)[None, :], other=0.0
@@ -771,7 +789,7 @@ def window_forward(
     V, C, (responses, residual_t, borders_t) = v.shape[3], CHUNK, kept_like(q, v, ranks.chunks, (4,))
     from_S = q.new_empty(M, C, q.shape[3], dtype=responses.dtype)
     programs = min(PROGRAMS, M)
-    scratch = q.new_zeros(programs, 10, C, C, dtype=torch.float32)  # finite: rows beside a matrix are read, and times 0
+    scratch = q.new_zeros(programs, 12, C, C, dtype=torch.float32)  # finite: rows beside a matrix are read, and times 0
     o, S_out = (torch.empty_like if ranks.rows is None else torch.zeros_like)(v), torch.empty_like(S)
     given = {
         "q": q,
@@ -787,7 +805,7 @@ def window_forward(
     given |= {"strength": strength, "upto": upto, "upto_low": upto_low, "responses": responses, "from_S": from_S}
     given |= {"from_v_t": residual_t, "residual_t": residual_t, "borders_t": borders_t, "S_in": S, "S_out": S_out}
     with on_device(q):
-        settings = {"BLOCK": _rows_a_block(q, form), **_settings("response", q, v, ranks, form)}
+        settings = {"BLOCK": _rows_a_block(q, form), "PITCH": CHUNK + 16, **_settings("response", q, v, ranks, form)}
         launch(response_kernel, (programs,), **given, **settings)
         launch(apply_kernel, (M,), **given, **_settings("apply", q, v, ranks, form))
         settings = _settings("scan", q, v, ranks, form)
@@ -865,9 +883,13 @@ def window_backward(
         )
         given |= {"d_strength": d_strength, "d_log_decay": d_log_decay, "final": final, "lead": lead}
         given |= {"near_gram": near_gram, "near_score": near_score}
-        scratch = q.new_zeros(programs, 13, C, C, dtype=torch.float32)
+        scratch = q.new_zeros(programs, 15, C, C, dtype=torch.float32)
         history = q.new_empty(programs, 3, C, form.window, 2 * C, dtype=work)
-        settings = {"BLOCK": _rows_a_block(q, form) // 2, **_settings("response", q, v, ranks, form)}
+        settings = {
+            "BLOCK": _rows_a_block(q, form) // 2,
+            "PITCH": CHUNK + 16,
+            **_settings("response", q, v, ranks, form),
+        }
         launch(response_backward_kernel, (programs,), **given, scratch=scratch, history=history, total=M, **settings)
         del scratch, history
         launch(coupling_kernel, (M,), **given, **_settings("coupling", q, v, ranks, form))
