@@ -6,8 +6,9 @@ With log-decay prefix u_tv of column v from the chunk's start, b = eta * r, S_0 
     d_q_t  = S_0 (exp(u_t) d_o_t) + sum_{j <= t} P_tj x_j                                P_tj = sum_v d_o_tv exp(u_tv - u_jv) b_jv
     d_x_t  = L_C (exp(u_C - u_t) b_t) + sum_{i >= t} P_it q_i - S_0 (exp(u_{t-1}) d_r_t) - sum_{j < t} R_tj x_j - sum_{i > t} R_it x_i
 
-with R like P, of d_r = eta * d_z and exp(u_{t-1} - u_j). By halving, as in `columns.py`: on every level the right half of a block reads the left
-half, both rescaled to the border between them by factors <= 1. u is kept in float32 and its differences are taken: of 64
+with R like P, of d_r = eta * d_z and exp(u_{t-1} - u_j). Within 8 rows, reads and writes are rescaled about their middle (by at most 1e16: see
+`rescaled.py`); beyond, by halving, as in `columns.py`: on every level the right half of a block reads the left half, both rescaled to the
+border between them by factors <= 1. u is kept in float32 and its differences are taken: of 64
 log-decays above -9.3 they are right to 4e-5, which is why float32 inputs go elsewhere.
 """
 
@@ -74,12 +75,26 @@ def _prefixes(u, at, dv, V: tl.constexpr, AFTER: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _to_border(u, at, dv, to, until, level, V: tl.constexpr, C: tl.constexpr):
-    """Decay between every row and the border in its block of 2^(level + 1) rows, whether it is behind it, and which row reads which."""
+def _row_of_block(u, at, dv, level, V: tl.constexpr, C: tl.constexpr):
+    """u at the last row of the left half of every row's block of 2^(level + 1) rows."""
     e = tl.arange(0, C)
-    right = ((e >> level) & 1 == 1)[:, None]
     border = at + ((e >> (level + 1)) << (level + 1)) + (1 << level) - 1
-    there = tl.load(u + border[:, None] * V + dv[None, :], mask=(e >= 0)[:, None] & (dv < V)[None, :], other=0.0)
+    return tl.load(u + border[:, None] * V + dv[None, :], mask=(e >= 0)[:, None] & (dv < V)[None, :], other=0.0)
+
+
+@triton.jit
+def _within_8(u, at, dv, to, until, V: tl.constexpr, AFTER: tl.constexpr, C: tl.constexpr):
+    """Factors with which a row reads and is read about the middle of its 8 rows, and which row reads which."""
+    e, there = tl.arange(0, C), _row_of_block(u, at, dv, 2, V, C)
+    near = (e[:, None] >> 3 == e[None, :] >> 3) & (e[:, None] - e[None, :] >= (0 if AFTER else 1))
+    return tl.exp(until - there), tl.exp(there - to), near
+
+
+@triton.jit
+def _to_border(u, at, dv, to, until, level, V: tl.constexpr, C: tl.constexpr):
+    """Decay between every row and the border in its block, whether it is behind it, and which row reads which."""
+    e, there = tl.arange(0, C), _row_of_block(u, at, dv, level, V, C)
+    right = ((e >> level) & 1 == 1)[:, None]
     factor = tl.exp(tl.minimum(tl.where(right, until - there, there - to), 0.0))
     return factor, right, (e[:, None] > e[None, :]) & ((e[:, None] ^ e[None, :]) >> level == 1)
 
@@ -108,9 +123,9 @@ def read_kernel(
         * read(r + here, where).to(tl.float32)
     )
     out *= tl.exp(until)
-    if AFTER:
-        out += tl.sum(tl.where(e[:, None] == e[None, :], scores, 0.0), 1)[:, None] * b
-    for level in range(LEVELS):
+    reading, writing, near = _within_8(u, at, dv, to, until, V, AFTER, C)
+    out += reading * tl.dot(tl.where(near, scores, 0.0).to(WORK), (writing * b).to(WORK), input_precision=PRECISION)
+    for level in range(3, LEVELS):
         factor, right, crossed = _to_border(u, at, dv, to, until, level, V, C)
         more = tl.dot(tl.where(crossed, scores, 0.0).to(WORK), (factor * b).to(WORK), input_precision=PRECISION)
         out += tl.where(right, factor * more, 0.0)
@@ -127,7 +142,6 @@ def scores_kernel(
     e, at = tl.arange(0, C), index * C
     inverse = tl.load(strength + at + e)[:, None]
     found = tl.zeros([C, C], tl.float32)
-    own = tl.zeros([C], tl.float32)
     for v0 in range(0, V, BV):
         dv = v0 + tl.arange(0, BV)
         here, where = row[:, None] * V + dv[None, :], token[:, None] & (dv < V)[None, :]
@@ -142,14 +156,13 @@ def scores_kernel(
         if not GAIN:
             end = tl.load(u + (at + C - 1) * V + dv, mask=dv < V, other=0.0)[None, :]
             tl.store(leaving + out, (b * tl.exp(end - to)).to(leaving.dtype.element_ty), mask=in_v)
-        if AFTER:
-            own += tl.sum(ask * b, 1)
-        for level in range(LEVELS):
+        reading, writing, near = _within_8(u, at, dv, to, until, V, AFTER, C)
+        more = tl.dot((reading * ask).to(WORK), tl.trans((writing * b).to(WORK)), input_precision=PRECISION)
+        found += tl.where(near, more, 0.0)
+        for level in range(3, LEVELS):
             factor, _right, crossed = _to_border(u, at, dv, to, until, level, V, C)
             more = tl.dot((factor * ask).to(WORK), tl.trans((factor * b).to(WORK)), input_precision=PRECISION)
             found += tl.where(crossed, more, 0.0)
-    if AFTER:
-        found += tl.where(e[:, None] == e[None, :], own[:, None], 0.0)
     tl.store(scores + (at + e)[:, None] * C + e[None, :], found.to(scores.dtype.element_ty))
 
 
@@ -240,8 +253,8 @@ def prefixes(beta: Tensor, found: Tensor, ranks: Ranks, options: Options, exact:
 
 
 SETTINGS: dict[str, dict[str, int]] = {
-    "read": {"BV": 64, "num_warps": 4, "num_stages": 1},
-    "scores": {"BV": 64, "num_warps": 4, "num_stages": 1},
+    "read": {"BV": 64, "num_warps": 8, "num_stages": 1},
+    "scores": {"BV": 64, "num_warps": 8, "num_stages": 1},
     "products": {"BK": 64, "BV": 128, "num_warps": 4, "num_stages": 1},
     "gains": {"BV": 64, "num_warps": 4, "num_stages": 1},
 }
