@@ -81,23 +81,19 @@ def run_kernel(
         token = rank < length
         row = row_of(rows, start, rank, token, MASKED) * H + h
         here, where = row[None, :] * V + dv[:, None], token[None, :] & in_v
-        xp, xok = key_pointers(k, head_x, rows, n, start, length, h, rank, H, K, 1, SHIFT, MASKED)
-        x = read(xp[:, None] + dk[None, :], xok[:, None] & in_k).to(WORK)
         value, eta = read(given + here, where).to(tl.float32), read(beta + here, where).to(tl.float32)
         # log-decay until and behind every token, before and behind the block, and in the middle of its halves
         at = (c * H + h) * C + part * N
-        there = u + (at + order)[None, :] * V + dv[:, None]
-        begins = u + (at - 1) * V + dv
-        opened = (part > 0) & (dv < V)
+        there, begins = u + at * V + (order[None, :] * V + dv[:, None]), u + (at - 1) * V + dv
         behind = tl.load(there, mask=in_v & (near >= 0)[None, :], other=0.0)
         until = tl.load(there - V, mask=in_v & (part * N + order > 0)[None, :], other=0.0)
-        origin = tl.load(begins, mask=opened, other=0.0)
-        middle, second = (
-            tl.load(begins + N // 4 * V, mask=dv < V, other=0.0),
-            tl.load(begins + 3 * N // 4 * V, mask=dv < V, other=0.0),
-        )
+        origin = tl.load(begins, mask=(part > 0) & (dv < V), other=0.0)
+        middle = tl.load(begins + N // 4 * V, mask=dv < V, other=0.0)
+        second = tl.load(begins + 3 * N // 4 * V, mask=dv < V, other=0.0)
         last = tl.load(begins + N * V, mask=dv < V, other=0.0)
         eta *= tl.load(strength + at + order)[None, :]
+        xp, xok = key_pointers(k, head_x, rows, n, start, length, h, rank, H, K, 1, SHIFT, MASKED)
+        x = read(xp[:, None] + dk[None, :], xok[:, None] & in_k).to(WORK)
         if BACK:
             query = read(q + row[:, None] * K + dk[None, :], token[:, None] & in_k).to(WORK)
             until, behind = -behind, -until
