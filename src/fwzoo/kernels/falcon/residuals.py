@@ -8,7 +8,7 @@ rows, with log-decay prefix u, R_t = exp(u_t - u_m) and z_t = eta_t r_t / R_t, t
 
     z_t = eta_t v_t / R_t - (eta_t / gamma_t) * (exp(u_m - u_0) S_0^T x_t + sum_{j < t} (x_j . x_t) z_j)
 
-so that 8 products with the Gram matrix solve them, each making one row more right. (4 decays of 1e-4 make 1 / R at most 1e16.) From one half
+so that 4 products with the Gram matrix solve them, each making two rows more right. (4 decays of 1e-4 make 1 / R at most 1e16.) From one half
 of a block to the other there is a factor for every column. Backward is the same run from the end: with L the gradient of the
 state through later reads and residuals,
 
@@ -48,6 +48,14 @@ from .columns import Columns
 from .prepass import Gates, gates, gates_backward, pack, unpack
 from .residual_chunks import Chunks, prefixes
 from .rules import Options
+
+
+@triton.jit
+def _two_rows(z, pair, BV: tl.constexpr, N: tl.constexpr):
+    """z with every second row made right, given that the row before it is."""
+    z = tl.reshape(z, [BV, N // 2, 2])
+    first = tl.sum(tl.where((tl.arange(0, 2) == 0)[None, None, :], z, 0.0), 2)
+    return tl.reshape(z - pair * tl.expand_dims(first, 2), [BV, N])
 
 
 @triton.jit(do_not_specialize=["T", "NC", "H"])
@@ -138,19 +146,26 @@ def run_kernel(
             seen = tl.dot(value.to(WORK), tl.where(same, scores, 0.0).to(WORK), seen, input_precision=PRECISION)
         else:
             wanted = eta * grown * value
-        within = tl.where(same, gram, 0.0).to(WORK)
-        # row by row of each half: what is right stays so
-        z = wanted - coefficient * seen
-        for _ in tl.static_range(N // 2 - 1):
-            z = wanted - coefficient * tl.dot(z.to(WORK), within, seen, input_precision=PRECISION)
+        # of every second row, what the row before it lets it read
+        pair = tl.sum(tl.where(near[:, None] + 1 == near[None, :], gram.to(tl.float32), 0.0), 0)[None, :]
+        pair = tl.reshape(tl.where((near % 2 == 1)[None, :], coefficient * pair, 0.0), [BV, N // 2, 2])
+        apart = near[:, None] // 2 != near[None, :] // 2
+        within = tl.where(same & apart, gram, 0.0).to(WORK)
+        # two rows of each half at a time: what is right stays so
+        z = _two_rows(wanted - coefficient * seen, pair, BV, N)
+        for _ in tl.static_range(N // 4 - 1):
+            z = _two_rows(
+                wanted - coefficient * tl.dot(z.to(WORK), within, seen, input_precision=PRECISION), pair, BV, N
+            )
         crossing = tl.dot(
             tl.where(late, 0.0, z).to(WORK), tl.where(same, 0.0, gram).to(WORK), crossing, input_precision=PRECISION
         )
         seen += crossing * across[:, None]
-        found = seen
-        for _ in tl.static_range(N // 2):
-            found = tl.dot(z.to(WORK), within, seen, input_precision=PRECISION)
-            z = wanted - coefficient * found
+        for _ in tl.static_range(N // 4):
+            z = _two_rows(
+                wanted - coefficient * tl.dot(z.to(WORK), within, seen, input_precision=PRECISION), pair, BV, N
+            )
+        found = tl.dot(z.to(WORK), tl.where(same, gram, 0.0).to(WORK), seen, input_precision=PRECISION)
         found *= shrunk
         to_end = tl.where(late, leaves[:, None], (across * leaves)[:, None])
         S *= (into * across * leaves)[:, None]
