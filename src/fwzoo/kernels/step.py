@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .contract import may_overwrite_states
-from .falcon.prepass import top_direction
+from .falcon.eigenvalues import top_direction
 from .falcon.rules import FalconState, Options
 from .gpu import block, on_device, read
 
