@@ -217,8 +217,8 @@ def gains_kernel(
     at, dk, dv = index * C + tl.arange(0, C), tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
     both, place = (dk < K)[:, None] & (dv < V)[None, :], dk[:, None] * V + dv[None, :]
     S = read(borders + index * K * V + place, both).to(tl.float32)
-    L = read(d_borders + (index - H) * K * V + place, both & (i > 0)).to(tl.float32)
-    L += tl.load(d_S + (n * H + h) * K * V + place, mask=both & (i == 0), other=0.0)
+    L = read(d_borders + (index - H) * K * V + place, both & (place * 0 + i > 0)).to(tl.float32)
+    L += tl.load(d_S + (n * H + h) * K * V + place, mask=both & (place * 0 + i == 0), other=0.0)
     crossing = tl.sum(S * L, 0)[None, :]
     here, where = row[:, None] * V + dv[None, :], token[:, None] & (dv < V)[None, :]
     gain, inverse = read(beta + here, where).to(tl.float32), tl.load(strength + at)[:, None]

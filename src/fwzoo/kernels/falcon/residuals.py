@@ -95,7 +95,7 @@ def run_kernel(
         there, begins = u + at * V + (order[None, :] * V + dv[:, None]), u + (at - 1) * V + dv
         behind = tl.load(there, mask=in_v & (near >= 0)[None, :], other=0.0)
         until = tl.load(there - V, mask=in_v & (part * N + order > 0)[None, :], other=0.0)
-        origin = tl.load(begins, mask=(part > 0) & (dv < V), other=0.0)
+        origin = tl.load(begins, mask=(dv * 0 + part > 0) & (dv < V), other=0.0)
         middle = tl.load(begins + N // 4 * V, mask=dv < V, other=0.0)
         second = tl.load(begins + 3 * N // 4 * V, mask=dv < V, other=0.0)
         last = tl.load(begins + N * V, mask=dv < V, other=0.0)
