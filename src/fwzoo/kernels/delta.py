@@ -689,30 +689,27 @@ def delta_backward(
         q.new_empty(M, *size, dtype=work) for size in ((C, K), (V, C), (V, C), (V, K))
     )
     make = torch.empty_like if ranks.rows is None else torch.zeros_like
-    d_q, d_k, d_v, d_head = make(q), make(k), make(v), torch.zeros_like(head)
-    d_strength, d_log_decay = torch.empty_like(strength), torch.empty_like(upto)
-    d_S = torch.empty_like(d_S_out)
     given = {"q": q, "k": k, "head": head, "d_o": d_o, "strength": strength, "upto": upto, "upto_low": upto_low}
-    given |= {"solve": solve, "to_r": to_r, "from_o_t": d_residual_t, "d_o_t": d_o_t, "scale": form.scale}
-    given |= {
-        "residual_t": residual_t,
-        "d_residual_t": d_residual_t,
-        "borders_t": borders_t,
-        "d_borders_t": d_borders_t,
-    }
-    given |= {
-        "d_q": d_q,
-        "d_k": d_k,
-        "d_head": d_head,
-        "d_v": d_v,
-        "d_strength": d_strength,
-        "d_log_decay": d_log_decay,
-    }
+    given |= {"solve": solve, "scale": form.scale, "residual_t": residual_t, "d_residual_t": d_residual_t}
+    given |= {"borders_t": borders_t, "d_borders_t": d_borders_t}
+    passed = {"to_r": to_r, "from_o_t": d_residual_t, "d_o_t": d_o_t}
+    d_S = torch.empty_like(d_S_out)
     with on_device(q):
-        launch(transposed_solve_kernel, (M,), **given, **_settings("transposed_solve", q, v, ranks, form))
+        launch(transposed_solve_kernel, (M,), **given, **passed, **_settings("transposed_solve", q, v, ranks, form))
         settings = _settings("scan_backward", q, v, ranks, form)
         grid = (parts(V, settings["BV"]), ranks.documents * heads)
-        launch(scan_backward_kernel, grid, **given, dS_in=d_S_out, dS_out=d_S, **settings)
+        launch(scan_backward_kernel, grid, **given, **passed, dS_in=d_S_out, dS_out=d_S, **settings)
+        del to_r, d_o_t, passed  # their memory is that of the gradients
+        d_q, d_k, d_v, d_head = make(q), make(k), make(v), torch.zeros_like(head)
+        d_strength, d_log_decay = torch.empty_like(strength), torch.empty_like(upto)
+        given |= {
+            "d_q": d_q,
+            "d_k": d_k,
+            "d_head": d_head,
+            "d_v": d_v,
+            "d_strength": d_strength,
+            "d_log_decay": d_log_decay,
+        }
         launch(query_gradient_kernel, (M,), **given, **_settings("query_gradient", q, v, ranks, form))
         launch(key_gradient_kernel, (M,), **given, **_settings("key_gradient", q, v, ranks, form))
     return d_q, d_k, d_head, d_v, d_strength, d_log_decay, d_S

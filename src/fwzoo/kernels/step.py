@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .contract import may_overwrite_states
-from .falcon.prepass import SQUARINGS
+from .falcon.eigenvalues import top_direction
 from .falcon.rules import FalconState, Options
 from .gpu import block, launch, on_device, parts, read
 
@@ -50,55 +50,6 @@ def _value_of(v, tail_v, n, h, t, begin, tokens, heads, V: tl.constexpr, WINDOW:
     if WINDOW > 1:
         at = tl.where(t >= begin, at, tail_v + ((n * (WINDOW - 1) + WINDOW - 1 + t - begin) * heads + h) * V)
     return at
-
-
-@triton.jit
-def _square(power, W: tl.constexpr):
-    """The square of a symmetric matrix, a tuple of its W * W entries."""
-    square = ()
-    for i in tl.static_range(W):
-        for j in tl.static_range(W):
-            if j < i:
-                square = square + (square[j * W + i],)
-            else:
-                entry = power[i * W] * power[j * W]
-                for m in tl.static_range(1, W):
-                    entry += power[i * W + m] * power[j * W + m]
-                square = square + (entry,)
-    return square
-
-
-@triton.jit
-def _top_eigenvalue(gram, W: tl.constexpr):
-    """Largest eigenvalue of a semidefinite matrix, a tuple of its entries, by squaring until only the top direction is left.
-
-    Of few matrices at a time, which is why a thread holds whole ones here; `falcon.prepass` spreads each over threads.
-    """
-    power = gram
-    for _ in range(SQUARINGS // 3):
-        largest = power[0]
-        for i in tl.static_range(1, W):  # of a semidefinite matrix: on its diagonal
-            largest = tl.maximum(largest, power[i * W + i])
-        inverse, scaled = 1.0 / tl.maximum(largest, 1e-30), ()
-        for i in tl.static_range(W * W):
-            scaled = scaled + (power[i] * inverse,)
-        power = _square(_square(_square(scaled, W), W), W)
-    best, place = power[0], power[0] * 0.0
-    for i in tl.static_range(1, W):
-        place = tl.where(power[i * W + i] > best, 1.0 * i, place)
-        best = tl.maximum(best, power[i * W + i])
-    u = ()
-    for i in tl.static_range(W):
-        entry = power[i * W]
-        for j in tl.static_range(1, W):
-            entry = tl.where(place == j, power[i * W + j], entry)
-        u = u + (entry,)
-    norm, image = best * 0.0, best * 0.0
-    for i in tl.static_range(W):
-        norm += u[i] * u[i]
-        for j in tl.static_range(W):
-            image += u[i] * gram[i * W + j] * u[j]
-    return tl.where(norm > 0, image / tl.maximum(norm, 1e-30), 0.0)
 
 
 @triton.jit(do_not_specialize=["tokens", "rows"])
@@ -140,7 +91,8 @@ def _window_energies(
                 gram = gram + (gram[j * WINDOW + i],)
             else:
                 gram = gram + (tl.sum(x[i] * x[j], 1),)
-    tl.store(energy + g, _top_eigenvalue(gram, WINDOW), mask=g < rows)
+    top, _u = top_direction(gram, WINDOW)
+    tl.store(energy + g, top, mask=g < rows)
 
 
 @triton.jit

@@ -17,9 +17,8 @@ from torch import Tensor
 from ..associative import gradients_of_chunk, weigh
 from ..gpu import block, key_pointers, launch, missing_pairs, of_chunk, on_device, read, row_of, tables
 from ..ranks import CHUNK, Ranks, ranks_of
+from .eigenvalues import top_eigenvalues, window_products
 from .rules import RULES, FalconState, Options
-
-SQUARINGS = tl.constexpr(24)
 
 
 class Gates(NamedTuple):
@@ -49,72 +48,6 @@ def heads_of(state: FalconState, options: Options) -> tuple[Tensor, Tensor, Tens
     known = (state.has_key if options.shifted else torch.ones_like(state.has_key))[:, None, None, None]
     x, v = (torch.where(known, rows, rows.roll(1, 1)) for rows in (x, v))
     return x.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous(), (~state.has_key & options.shifted).int()
-
-
-@triton.jit
-def top_direction(gram, W: tl.constexpr):
-    """Top eigenvalue and eigenvector of semidefinite `[R, W, W]`, by squaring until only the top direction is left."""
-    a, b = tl.arange(0, W)[None, :, None], tl.arange(0, W)[None, None, :]
-    power = gram
-    for _ in range(SQUARINGS):
-        largest = tl.max(tl.max(tl.where(a == b, power, 0.0), 2), 1)  # of a semidefinite matrix: on its diagonal
-        power = power * (1.0 / tl.maximum(largest, 1e-30))[:, None, None]
-        square = tl.zeros_like(power)
-        for c in tl.static_range(W):
-            column = tl.sum(tl.where(b == c, power, 0.0), 2)
-            square += tl.expand_dims(column, 2) * tl.expand_dims(column, 1)
-        power = square
-    weight = tl.max(tl.where(a == b, power, 0.0), 2)  # the diagonal
-    best = tl.argmax(weight, 1)
-    u = tl.sum(tl.where(b == best[:, None, None], power, 0.0), 2)
-    norm = tl.sum(u * u, 1)
-    u = tl.where((norm > 0)[:, None], u / tl.sqrt(tl.maximum(norm, 1e-30))[:, None], 0.0)
-    return tl.sum(tl.sum(gram * tl.expand_dims(u, 1), 2) * u, 1), u
-
-
-@triton.jit(do_not_specialize=["T", "NC"])
-def _top_eigenvalues(
-    k,
-    head_x,
-    energy,
-    vector,
-    docs,
-    chunk_doc,
-    rows,
-    T,
-    NC,
-    H,
-    K: tl.constexpr,
-    BK: tl.constexpr,
-    W: tl.constexpr,
-    BW: tl.constexpr,
-    SHIFT: tl.constexpr,
-    PLAIN: tl.constexpr,
-    MASKED: tl.constexpr,
-    C: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Top eigenvalue of the Gram matrix of every window, by squaring the matrix until only its top direction is left."""
-    c, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
-    n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
-    e, d = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, BK)
-    r = i * (C - W + 1) - (W - 1) + e
-    token = (e >= W - 1) & (r < length)
-    a, b = tl.arange(0, BW)[None, :, None], tl.arange(0, BW)[None, None, :]
-    gram = tl.zeros([ROWS, BW, BW], tl.float32)
-    for one in tl.static_range(W):
-        p, ok = key_pointers(k, head_x, rows, n, start, length, h, r - one, H, K, W, SHIFT, MASKED)
-        x = read(p[:, None] + d[None, :], (ok & token)[:, None] & (d < K)[None, :]).to(tl.float32)
-        for two in tl.static_range(one, W):
-            p, ok = key_pointers(k, head_x, rows, n, start, length, h, r - two, H, K, W, SHIFT, MASKED)
-            y = read(p[:, None] + d[None, :], (ok & token)[:, None] & (d < K)[None, :]).to(tl.float32)
-            here = ((a == one) & (b == two)) | ((a == two) & (b == one))
-            gram += tl.where(here, tl.sum(x * y, 1)[:, None, None], 0.0)
-    top, u = top_direction(gram, BW)
-    tl.store(energy + (c * H + h) * C + e, top)
-    w = tl.arange(0, BW)
-    at = vector + ((start + r) * H + h)[:, None] * W + w[None, :]
-    tl.store(at, u, mask=token[:, None] & (w < W)[None, :])
 
 
 @triton.jit(do_not_specialize=["T", "NC"])
@@ -431,11 +364,18 @@ def gates(
         if energy and _top(options):
             energy = 2
             vector = k.new_empty(ranks.batch * ranks.tokens, heads, options.window, dtype=torch.float32)
-            width = 1 << (options.window - 1).bit_length()
-            few = 16 if width > 4 else 32
-            _top_eigenvalues[(ranks.chunks * heads, CHUNK // few)](
-                k, head_x, out[3], vector, **tables(ranks), **sizes, W=options.window, BW=width, ROWS=few
-            )
+            bands = out.new_empty(options.window, *shape)
+            given = {
+                **tables(ranks),
+                **sizes,
+                "k": k,
+                "head_x": head_x,
+                "bands": bands,
+                "M": ranks.chunks,
+                "W": options.window,
+            }
+            launch(window_products, (ranks.chunks * heads,), **given, num_warps=4)
+            launch(top_eigenvalues, (ranks.chunks * heads,), **given, energy=out[3], vector=vector, num_warps=2)
         launch(
             _gates,
             (ranks.chunks * heads,),

@@ -35,6 +35,7 @@ from ..delta import (
 )
 from ..gpu import block, key_pointers, launch, of_chunk, on_device, parts, value_pointers
 from ..ranks import CHUNK, Ranks
+from .apart import eight_of, sixteen_of
 
 
 @triton.jit
@@ -70,72 +71,113 @@ def _couplings(
 
 
 @triton.jit
-def _token(upto, upto_low, strength, at, s, WIDE: tl.constexpr):
-    """Strength of the token in slot s, its decay, and the decay from the chunk's start up to it."""
-    to, before = tl.load(upto + at + s), tl.load(upto + at + s - 1, mask=s > 0, other=0.0)
+def _tokens(upto, upto_low, strength, at, start, WIDE: tl.constexpr, C: tl.constexpr):
+    """Strengths of the tokens from slot start on, their decays, and those from the chunk's start up to them, 8 numbers each."""
+    slot = start + tl.arange(0, 8)
+    inside = slot < C
+    to = tl.load(upto + at + slot, mask=inside, other=0.0)
+    before = tl.load(upto + at + slot - 1, mask=inside & (slot > 0), other=0.0)
     if WIDE:
-        to = to.to(tl.float64) + tl.load(upto_low + at + s)
-        before = before.to(tl.float64) + tl.load(upto_low + at + s - 1, mask=s > 0, other=0.0)
-    return tl.load(strength + at + s), tl.exp((to - before).to(tl.float32)), tl.exp(to.to(tl.float32))
+        to = to.to(tl.float64) + tl.load(upto_low + at + slot, mask=inside, other=0.0)
+        before = before.to(tl.float64) + tl.load(upto_low + at + slot - 1, mask=inside & (slot > 0), other=0.0)
+    gain = tl.load(strength + at + slot, mask=inside, other=0.0)
+    return eight_of(gain), eight_of(tl.exp((to - before).to(tl.float32))), eight_of(tl.exp(to.to(tl.float32)))
+
+
+@triton.jit
+def _rows_near(square, start, W: tl.constexpr, PITCH: tl.constexpr, COUNT: tl.constexpr):
+    """Rows of a matrix in scratch memory (see `_keep`) from slot start - (W - 1) on, as numbers, columns from the same slot on."""
+    rows = ()
+    for r in tl.static_range(COUNT):
+        s = start + (r - (W - 1))
+        if COUNT <= 8:
+            near = tl.arange(0, 8)
+            x = eight_of(tl.load(square + s * PITCH + start + near, mask=near * 0 + s >= 0, other=0.0))
+        else:
+            near = tl.arange(0, 16)
+            x = sixteen_of(tl.load(square + s * PITCH + start + near, mask=near * 0 + s >= 0, other=0.0))
+        rows = rows + (x,)
+    return rows
+
+
+@triton.jit
+def _keep(square, x, W: tl.constexpr, C: tl.constexpr, PITCH: tl.constexpr):
+    """Store a matrix `[C, C]` with W - 1 numbers before and some behind every row, which stay 0."""
+    slot = tl.arange(0, C)
+    tl.store(square + slot[:, None] * PITCH + (W - 1) + slot[None, :], x)
 
 
 @triton.jit
 def _written(e, p, gain, kept, W: tl.constexpr):
-    """p after a token has written its window's residuals e. Here and below, tuples hold one row for every age."""
-    new = (gain * e[0],)
+    """p after a token has written its window's residuals e, and gain * e. Here and below, tuples hold one row for every age."""
+    new, weighted = (gain * e[0],), (gain * e[0],)
     for a in tl.static_range(1, W):
-        new = new + (kept * p[a - 1] + gain * e[a],)
-    return new
+        weighted = weighted + (gain * e[a],)
+        new = new + (kept * p[a - 1] + weighted[a],)
+    return new, weighted
 
 
 @triton.jit
-def _reread(e, R, entered, gram_at, gain, kept, W: tl.constexpr, C: tl.constexpr):
-    """R as the next token finds it; its own key reads `entered`. gram_at: row and column of the token in the Gram matrix."""
-    new = (entered,)
+def _older(e, weighted, own, entered, close, kept, t: tl.constexpr, W: tl.constexpr):
+    """e of the next token, whose key reads `entered`: of a key that stays, e = own - R and R is decayed and written to."""
+    new = (own[0] - entered,)
     for a in tl.static_range(1, W):
-        moved = kept * R[a - 1]
+        moved = kept * e[a - 1] + (1.0 - kept) * own[a]
         for b in tl.static_range(W):
-            moved += gain * tl.load(gram_at - (a - 1) * C - b) * e[b]
+            moved -= close[t - min(a - 1, b)][t - max(a - 1, b)] * weighted[b]
         new = new + (moved,)
     return new
 
 
 @triton.jit
-def _residuals(R, column, s, W: tl.constexpr):
-    e = ()
-    for a in tl.static_range(W):
-        e = e + (tl.where(column == s - a, 1.0, 0.0) - R[a],)
-    return e
+def _own(own, column, s, W: tl.constexpr):
+    """1 in the column of each value in the window of slot s, given those of the slot before."""
+    new = (tl.where(column == s, 1.0, 0.0),)
+    for a in tl.static_range(1, W):
+        new = new + (own[a - 1],)
+    return new
 
 
 @triton.jit
 def _advance(
-    coupling, past, gain, kept, upto_s, start, i: tl.constexpr, column, R, p, left, W: tl.constexpr, C: tl.constexpr
+    close, past, gain, kept, upto_s, start, i: tl.constexpr, column, e, p, own, left, W: tl.constexpr, C: tl.constexpr
 ):
     """The token in slot start + i writes. left: final weights of the pairs that left the window in this block of tokens."""
     s = start + i
-    e = _residuals(R, column, s, W)
-    p = _written(e, p, gain, kept, W)
+    t: tl.constexpr = i + W - 1
+    p, weighted = _written(e, p, gain, kept, W)
     left = left + (p[W - 1],)
     entered = tl.where(column == C + s + 1, upto_s, 0.0)
     entered += tl.load(past + (s + 1) * (2 * C) + column, mask=column * 0 + s + 1 < C, other=0.0)
     for j in tl.static_range(i + 1):
-        entered += tl.load(coupling + (s + 1) * C + start + j - (W - 1)) * left[j]
+        entered += close[t + 1][j] * left[j]
     for a in tl.static_range(W - 1):
-        entered += tl.load(coupling + (s + 1) * C + s - a) * p[a]
-    return e, p, left, _reread(e, R, entered, coupling + s * C + s, gain, kept, W, C)
+        entered += close[t + 1][t - a] * p[a]
+    own = _own(own, column, s + 1, W)
+    return p, left, own, _older(e, weighted, own, entered, close, kept, t, W)
 
 
 @triton.jit
 def _behind(
-    coupling, final, past, start, added, W: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr
+    coupling,
+    final,
+    past,
+    start,
+    added,
+    W: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PITCH: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Add what the block's pairs that have left let later keys read, and show it to the next block."""
     slot, column, near = tl.arange(0, C), tl.arange(0, 2 * C), tl.arange(0, 16)
     tl.debug_barrier()
     at = start - (W - 1) + near
     new = (at >= 0) & (near < BLOCK)
-    weight = tl.load(coupling + slot[:, None] * C + at[None, :], mask=new[None, :] & (slot >= 0)[:, None], other=0.0)
+    weight = tl.load(
+        coupling + slot[:, None] * PITCH + (W - 1) + at[None, :], mask=new[None, :] & (slot >= 0)[:, None], other=0.0
+    )
     done = tl.load(
         final + at[:, None] * (2 * C) + column[None, :], mask=new[:, None] & (column >= 0)[None, :], other=0.0
     )
@@ -148,36 +190,32 @@ def _behind(
 
 @triton.jit
 def _empty_window(past, W: tl.constexpr, C: tl.constexpr):
-    """R and p before the first slot, and sums of nothing."""
+    """e, p and own before the first slot, and sums of nothing."""
     slot, column = tl.arange(0, C), tl.arange(0, 2 * C)
     added, nothing = tl.zeros([C, 2 * C], tl.float32), tl.zeros([2 * C], tl.float32)
     tl.store(past + slot[:, None] * (2 * C) + column[None, :], added)
-    R, p = (tl.where(column == C, 1.0, 0.0),), (nothing,)
+    own, p = (tl.where(column == 0, 1.0, 0.0),), (nothing,)
+    e = (own[0] - tl.where(column == C, 1.0, 0.0),)
     for _ in tl.static_range(1, W):
-        R, p = R + (nothing,), p + (nothing,)
+        e, p, own = e + (nothing,), p + (nothing,), own + (nothing,)
     tl.debug_barrier()
-    return R, p, added
+    return e, p, own, added
 
 
 @triton.jit(do_not_specialize=[*FIXED, "total"])
 def response_kernel(
     q, k, head, strength, upto, upto_low, scratch, responses, docs, chunk_doc, rows, total, T, NC,
-    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, PITCH: tl.constexpr,
     SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """responses: `[M * H, 4, C, C]`, write_v, write_S, read_v, read_S. scratch: `[programs, 10, C, C]`.
+    """responses: `[M * H, 4, C, C]`, write_v, write_S, read_v, read_S. scratch: `[programs, 12, C, C]`.
 
     A thread runs over the tokens with a column of its own; what pairs that left the window in an earlier block of tokens add is
     one product a block. Slots before the first token write nothing, so that they only fill the window.
     """
-    band = scratch + tl.program_id(0).to(tl.int64) * (10 * C * C)
-    final, coupling, score, past, seen = (
-        band + 2 * C * C,
-        band + 4 * C * C,
-        band + 5 * C * C,
-        band + 6 * C * C,
-        band + 8 * C * C,
-    )
+    band = scratch + tl.program_id(0).to(tl.int64) * (12 * C * C)
+    final, coupling, score = band + 2 * C * C, band + 4 * C * C, band + 6 * C * C
+    past, seen = band + 8 * C * C, band + 10 * C * C
     slot, column = tl.arange(0, C), tl.arange(0, 2 * C)
     row_at, wide = slot[:, None] * C + slot[None, :], slot[:, None] * (2 * C) + column[None, :]
     for index in range(tl.program_id(0).to(tl.int64), total, tl.num_programs(0)):
@@ -186,32 +224,34 @@ def response_kernel(
             H, K, C, BK, SHIFT, W, AFTER, PLAIN, MASKED, WORK, WIDE, PRECISION,
         )  # fmt: skip
         tl.debug_barrier()  # the chunk before is read no more
-        tl.store(
-            coupling + row_at,
-            tl.where(entering > 0, gram * entering, tl.where(slot[:, None] - slot[None, :] < W, gram, 0.0)),
-        )
-        tl.store(score + row_at, scores)
+        held = tl.where(entering > 0, gram * entering, tl.where(slot[:, None] - slot[None, :] < W, gram, 0.0))
+        _keep(coupling, held, W, C, PITCH)
+        _keep(score, scores, W, C, PITCH)
         tl.store(seen + row_at, scores * reading)
         if not AFTER:
             tl.store(band + column, tl.zeros([2 * C], tl.float32))
-        R, p, added = _empty_window(past, W, C)
+        e, p, own, added = _empty_window(past, W, C)
         for start in range(0, C, BLOCK):
             left, reads = (), ()  # stored after the block: no store holds up a load
+            gains, keeps, uptos = _tokens(upto, upto_low, strength, index * C, start, WIDE, C)
+            close, close_scores = (
+                _rows_near(coupling, start, W, PITCH, BLOCK + W),
+                _rows_near(score, start, W, PITCH, BLOCK + W),
+            )
             for i in tl.static_range(BLOCK):
-                s = start + i
-                gain, kept, upto_s = _token(upto, upto_low, strength, index * C, s, WIDE)
-                _e, p, left, R = _advance(coupling, past, gain, kept, upto_s, start, i, column, R, p, left, W, C)
-                shown = s if AFTER else s + 1
+                p, left, own, e = _advance(
+                    close, past, gains[i], keeps[i], uptos[i], start, i, column, e, p, own, left, W, C
+                )
                 read = tl.zeros([2 * C], tl.float32)
                 for a in tl.static_range(W - 1):
-                    read += tl.load(score + shown * C + s - a) * p[a]
+                    read += close_scores[i + W - 1 + (0 if AFTER else 1)][i + W - 1 - a] * p[a]
                 reads = reads + (read,)
             for i in tl.static_range(BLOCK):
                 s = start + i
                 tl.store(final + (s - (W - 1)) * (2 * C) + column, left[i], mask=column * 0 + s >= W - 1)
                 shown = s if AFTER else s + 1
                 tl.store(band + shown * (2 * C) + column, reads[i], mask=column * 0 + shown < C)
-            added = _behind(coupling, final, past, start, added, W, C, BLOCK, PRECISION)
+            added = _behind(coupling, final, past, start, added, W, C, BLOCK, PITCH, PRECISION)
         for a in tl.static_range(W - 1):
             tl.store(final + (C - 1 - a) * (2 * C) + column, p[a])
         tl.debug_barrier()
@@ -385,22 +425,22 @@ def _rows_of(at, column, W: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _through_write(d_p, first, done, d_out, near_at, weight_at, W: tl.constexpr):
+def _through_write(d_p, first, done, d_out, close, close_scores, t: tl.constexpr, AFTER: tl.constexpr, W: tl.constexpr):
     """Gradient of p with what the next key, the reads, and all later keys (done, of the pair that leaves) see of it."""
     new = ()
     for a in tl.static_range(W - 1):
-        new = new + (d_p[a] + tl.load(near_at - a) * first + tl.load(weight_at - a) * d_out,)
+        new = new + (d_p[a] + close[t + 1][t - a] * first + close_scores[t + (0 if AFTER else 1)][t - a] * d_out,)
     return new + (d_p[W - 1] + done,)
 
 
 @triton.jit
-def _through_residuals(d_p, d_R, gram_at, W: tl.constexpr, C: tl.constexpr):
+def _through_residuals(d_p, d_R, close, t: tl.constexpr, W: tl.constexpr):
     """Gradient of e, over the gain."""
     new = ()
     for b in tl.static_range(W):
         d_e = d_p[b]
         for a in tl.static_range(1, W):
-            d_e += tl.load(gram_at - (a - 1) * C - b) * d_R[a]
+            d_e += close[t - min(a - 1, b)][t - max(a - 1, b)] * d_R[a]
         new = new + (d_e,)
     return new
 
@@ -426,18 +466,18 @@ def _less(rows, others, gain, W: tl.constexpr):
 def response_backward_kernel(
     q, k, head, strength, upto, upto_low, scratch, history, d_responses, final, lead, near_gram, near_score, d_strength, d_log_decay,
     docs, chunk_doc, rows, total, T, NC,
-    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, PITCH: tl.constexpr,
     SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The run over the tokens again, then back to front. scratch: `[programs, 13, C, C]`, history: `[programs, 3, C, W, 2 C]`.
+    """The run over the tokens again, then back to front. scratch: `[programs, 15, C, C]`, history: `[programs, 3, C, W, 2 C]`.
 
     Left for `coupling_kernel`, a tile each: `final` is hat at the end, `lead` the gradient of what a key reads as it enters
     (both `[C, 2 C]`), near_gram `[C, W, W]` and near_score `[C, W]` the gradients of products within a window. d_strength is
     whole, d_log_decay holds what R and p see of each token's decay.
     """
-    hats = scratch + tl.program_id(0).to(tl.int64) * (13 * C * C)
-    coupling, score, past, seen = hats + 2 * C * C, hats + 3 * C * C, hats + 4 * C * C, hats + 6 * C * C
-    d_hats, part_gain, part_kept = hats + 7 * C * C, hats + 9 * C * C, hats + 11 * C * C
+    hats = scratch + tl.program_id(0).to(tl.int64) * (15 * C * C)
+    coupling, score, past, seen = hats + 2 * C * C, hats + 4 * C * C, hats + 6 * C * C, hats + 8 * C * C
+    d_hats, part_gain, part_kept = hats + 9 * C * C, hats + 11 * C * C, hats + 13 * C * C
     shown_e = history + tl.program_id(0).to(tl.int64) * (6 * C * C * W)
     shown_p, shown_R = shown_e + 2 * C * C * W, shown_e + 4 * C * C * W
     slot, column, near = tl.arange(0, C), tl.arange(0, 2 * C), tl.arange(0, 16)
@@ -450,16 +490,20 @@ def response_backward_kernel(
             H, K, C, BK, SHIFT, W, AFTER, PLAIN, MASKED, WORK, WIDE, PRECISION,
         )  # fmt: skip
         tl.debug_barrier()  # the chunk before is read no more
-        tl.store(coupling + row_at, tl.where(entering > 0, gram * entering, tl.where(behind < W, gram, 0.0)))
-        tl.store(score + row_at, scores)
+        _keep(coupling, tl.where(entering > 0, gram * entering, tl.where(behind < W, gram, 0.0)), W, C, PITCH)
+        _keep(score, scores, W, C, PITCH)
         tl.store(seen + row_at, tl.where(reading > 0, scores * reading, 0.0))
-        R, p, added = _empty_window(past, W, C)
+        e, p, own, added = _empty_window(past, W, C)
         for start in range(0, C, BLOCK):
             left, all_e, all_p = (), (), ()
+            gains, keeps, uptos = _tokens(upto, upto_low, strength, index * C, start, WIDE, C)
+            close = _rows_near(coupling, start, W, PITCH, BLOCK + W)
             for i in tl.static_range(BLOCK):
-                gain, kept, upto_s = _token(upto, upto_low, strength, index * C, start + i, WIDE)
-                e, p, left, R = _advance(coupling, past, gain, kept, upto_s, start, i, column, R, p, left, W, C)
-                all_e, all_p = all_e + (e,), all_p + (p,)
+                all_e = all_e + (e,)
+                p, left, own, e = _advance(
+                    close, past, gains[i], keeps[i], uptos[i], start, i, column, e, p, own, left, W, C
+                )
+                all_p = all_p + (p,)
             for i in tl.static_range(BLOCK):
                 s = start + i
                 tl.store(hats + (s - (W - 1)) * (2 * C) + column, left[i], mask=column * 0 + s >= W - 1)
@@ -467,7 +511,7 @@ def response_backward_kernel(
                     at = (s * W + a) * (2 * C) + column
                     tl.store(shown_e + at, all_e[i][a].to(history.dtype.element_ty))
                     tl.store(shown_p + at, all_p[i][a].to(history.dtype.element_ty))
-            added = _behind(coupling, hats, past, start, added, W, C, BLOCK, PRECISION)
+            added = _behind(coupling, hats, past, start, added, W, C, BLOCK, PITCH, PRECISION)
         d_write, d_read = d_responses + index * (4 * C * C), d_responses + index * (4 * C * C) + 2 * C * C
         d_p, d_R = (), ()
         for a in tl.static_range(W - 1):
@@ -486,11 +530,16 @@ def response_backward_kernel(
         tl.debug_barrier()
         for done_before in range(0, C, BLOCK):
             start = C - BLOCK - done_before
-            firsts, all_R, gains, keeps = (), (), (), ()
+            firsts, all_R, to_gains, to_keeps = (), (), (), ()
+            gains, keeps, _uptos = _tokens(upto, upto_low, strength, index * C, start, WIDE, C)
+            close, close_scores = (
+                _rows_near(coupling, start, W, PITCH, BLOCK + W),
+                _rows_near(score, start, W, PITCH, BLOCK + W),
+            )
             for back in tl.static_range(BLOCK):
                 s = start + (BLOCK - 1 - back)
                 shown = s if AFTER else s + 1
-                gain, kept, _upto_s = _token(upto, upto_low, strength, index * C, s, WIDE)
+                gain, kept = gains[BLOCK - 1 - back], keeps[BLOCK - 1 - back]
                 e = _rows_of(shown_e + s * (W * 2 * C), column, W, C)
                 before = _rows_of(shown_p + tl.maximum(s - 1, 0) * (W * 2 * C), column, W, C)
                 d_out = tl.load(d_read + shown * (2 * C) + column, mask=column * 0 + shown < C, other=0.0).to(
@@ -500,21 +549,21 @@ def response_backward_kernel(
                 done = tl.load(d_hats + leaving * (2 * C) + column, mask=column * 0 + leaving >= 0, other=0.0)
                 firsts, all_R = firsts + (d_R[0],), all_R + (d_R,)
                 for j in tl.static_range(back + 1):
-                    done += tl.load(coupling + (start + (BLOCK - j)) * C + leaving) * firsts[j]
-                d_p = _through_write(d_p, d_R[0], done, d_out, coupling + (s + 1) * C + s, score + shown * C + s, W)
-                d_e = _through_residuals(d_p, d_R, coupling + s * C + s, W, C)
+                    done += close[BLOCK - j + W - 1][BLOCK - 1 - back] * firsts[j]
+                d_p = _through_write(d_p, d_R[0], done, d_out, close, close_scores, BLOCK - 1 - back + W - 1, AFTER, W)
+                d_e = _through_residuals(d_p, d_R, close, BLOCK - 1 - back + W - 1, W)
                 to_gain, to_kept = d_e[0] * e[0], tl.zeros([2 * C], tl.float32)
                 for a in tl.static_range(1, W):
                     to_gain += d_e[a] * e[a]
                     R_before = tl.where(column == s - (a - 1), 1.0, 0.0) - e[a - 1]
                     to_kept += d_p[a] * before[a - 1] + d_R[a] * R_before
-                gains, keeps = gains + (to_gain,), keeps + (to_kept,)
+                to_gains, to_keeps = to_gains + (to_gain,), to_keeps + (to_kept,)
                 d_R = _less(_younger(d_R, kept, W), d_e, gain, W)
                 d_p = _younger(d_p, kept, W)
             for back in tl.static_range(BLOCK):
                 s = start + (BLOCK - 1 - back)
-                tl.store(part_gain + s * (2 * C) + column, gains[back])
-                tl.store(part_kept + s * (2 * C) + column, keeps[back])
+                tl.store(part_gain + s * (2 * C) + column, to_gains[back])
+                tl.store(part_kept + s * (2 * C) + column, to_keeps[back])
                 entered = column * 0 + s + 1 < C
                 tl.store(past + (s + 1) * (2 * C) + column, firsts[back], mask=entered)
                 at = lead + index * (2 * C * C) + (s + 1) * (2 * C) + column
@@ -526,7 +575,9 @@ def response_backward_kernel(
             at = start + 1 + near
             new = (at < C) & (near < BLOCK)
             weight = tl.load(
-                coupling + slot[:, None] + (at * C)[None, :], mask=new[None, :] & (slot >= 0)[:, None], other=0.0
+                coupling + (W - 1) + slot[:, None] + (at * PITCH)[None, :],
+                mask=new[None, :] & (slot >= 0)[:, None],
+                other=0.0,
             )
             entered = tl.load(
                 past + at[:, None] * (2 * C) + column[None, :], mask=new[:, None] & (column >= 0)[None, :], other=0.0
@@ -540,23 +591,29 @@ def response_backward_kernel(
         tl.store(d_strength + index * C + slot, tl.where(token, tl.sum(tl.load(part_gain + wide), 1), 0.0))
         d_step = tl.sum(tl.load(part_kept + wide), 1) * tl.exp((since - until).to(tl.float32))
         tl.store(d_log_decay + index * C + slot, tl.where(token, d_step, 0.0))
-        each = slot[:, None] * (W * 2 * C) + column[None, :]
-        shown = slot if AFTER else slot + 1
-        d_out = tl.load(
-            d_read + shown[:, None] * (2 * C) + column[None, :],
-            mask=(shown < C)[:, None] & (column >= 0)[None, :],
-            other=0.0,
-        ).to(tl.float32)
-        near_at = near_gram + (index * C + slot) * (W * W)
-        theirs = tl.load(shown_R + each).to(tl.float32)
-        for b in range(W - 1):
-            ours = tl.load(shown_p + each + b * (2 * C)).to(tl.float32)
-            tl.store(near_at + b, tl.sum(theirs * ours, 1))
-            tl.store(near_score + (index * C + slot) * W + b, tl.sum(d_out * ours, 1))
-        for ages in range(W, W * W):
-            theirs = tl.load(shown_R + each + ages // W * (2 * C)).to(tl.float32)
-            ours = tl.load(shown_e + each + ages % W * (2 * C)).to(tl.float32)
-            tl.store(near_at + ages, tl.sum(theirs * ours, 1) * gain)
+        for begin in range(0, C, 16):  # so many rows that each is loaded once
+            rows_, shown = begin + near, begin + near + (0 if AFTER else 1)
+            each = rows_[:, None] * (W * 2 * C) + column[None, :]
+            wide_d = shown[:, None] * (2 * C) + column[None, :]
+            d_out = tl.load(d_read + wide_d, mask=(shown < C)[:, None] & (column >= 0)[None, :], other=0.0).to(
+                tl.float32
+            )
+            d_first = tl.load(shown_R + each).to(tl.float32)
+            near_at = near_gram + (index * C + rows_) * (W * W)
+            for b in tl.static_range(W - 1):
+                ours = tl.load(shown_p + each + b * (2 * C)).to(tl.float32)
+                tl.store(near_at + b, tl.sum(d_first * ours, 1))
+                tl.store(near_score + (index * C + rows_) * W + b, tl.sum(d_out * ours, 1))
+            theirs = ()
+            for a in tl.static_range(1, W):
+                theirs = theirs + (tl.load(shown_R + each + a * (2 * C)).to(tl.float32),)
+            for b in tl.static_range(W):
+                ours = (
+                    tl.load(shown_e + each + b * (2 * C)).to(tl.float32)
+                    * tl.load(strength + index * C + rows_)[:, None]
+                )
+                for a in tl.static_range(1, W):
+                    tl.store(near_at + a * W + b, tl.sum(theirs[a - 1] * ours, 1))
 
 
 @triton.jit(do_not_specialize=FIXED)
@@ -732,7 +789,7 @@ def window_forward(
     V, C, (responses, residual_t, borders_t) = v.shape[3], CHUNK, kept_like(q, v, ranks.chunks, (4,))
     from_S = q.new_empty(M, C, q.shape[3], dtype=responses.dtype)
     programs = min(PROGRAMS, M)
-    scratch = q.new_zeros(programs, 10, C, C, dtype=torch.float32)  # finite: rows beside a matrix are read, and times 0
+    scratch = q.new_zeros(programs, 12, C, C, dtype=torch.float32)  # finite: rows beside a matrix are read, and times 0
     o, S_out = (torch.empty_like if ranks.rows is None else torch.zeros_like)(v), torch.empty_like(S)
     given = {
         "q": q,
@@ -748,7 +805,7 @@ def window_forward(
     given |= {"strength": strength, "upto": upto, "upto_low": upto_low, "responses": responses, "from_S": from_S}
     given |= {"from_v_t": residual_t, "residual_t": residual_t, "borders_t": borders_t, "S_in": S, "S_out": S_out}
     with on_device(q):
-        settings = {"BLOCK": _rows_a_block(q, form), **_settings("response", q, v, ranks, form)}
+        settings = {"BLOCK": _rows_a_block(q, form), "PITCH": CHUNK + 16, **_settings("response", q, v, ranks, form)}
         launch(response_kernel, (programs,), **given, **settings)
         launch(apply_kernel, (M,), **given, **_settings("apply", q, v, ranks, form))
         settings = _settings("scan", q, v, ranks, form)
@@ -779,19 +836,9 @@ def window_backward(
     """Gradients of q, k, head_x, v, head_v, strength, the log-decay of every token (`[M, H, C]`), and S."""
     heads, M = q.shape[2], ranks.chunks * q.shape[2]
     (K, V), C, work, shared = (q.shape[3], v.shape[3]), CHUNK, work_dtype(q), form.window - 1
-    to_r, d_residual_t, d_o_t, d_borders_t, d_responses, d_couplings = (
-        q.new_empty(M, *size, dtype=work) for size in ((C, K), (V, C), (V, C), (V, K), (4, C, C), (2, C, C))
+    to_r, d_residual_t, d_o_t, d_borders_t = (
+        q.new_empty(M, *size, dtype=work) for size in ((C, K), (V, C), (V, C), (V, K))
     )
-    d_q = (torch.empty_like if ranks.rows is None else torch.zeros_like)(q)
-    d_k, d_v, d_head_x, d_head_v = (torch.zeros_like(x) for x in (k, v, head_x, head_v))
-    carry_k, carry_v = q.new_empty(M, shared, K), v.new_empty(M, shared, V)
-    d_strength, d_log_decay = torch.empty_like(strength), torch.empty_like(upto)
-    d_S = torch.empty_like(d_S_out)
-    programs = min(PROGRAMS, M)
-    scratch = q.new_zeros(programs, 13, C, C, dtype=torch.float32)
-    history = q.new_empty(programs, 3, C, form.window, 2 * C, dtype=work)
-    final, lead = q.new_empty(M, C, 2 * C, dtype=work), q.new_empty(M, C, 2 * C, dtype=work)
-    near_gram, near_score = strength.new_empty(M, C, form.window, form.window), strength.new_empty(M, C, form.window)
     given = {
         "q": q,
         "k": k,
@@ -806,34 +853,49 @@ def window_backward(
         "strength": strength,
         "upto": upto,
         "upto_low": upto_low,
-        "to_r": to_r,
-        "from_o_t": d_residual_t,
-        "d_o_t": d_o_t,
-    }
-    given |= {
         "residual_t": residual_t,
-        "d_residual_t": d_residual_t,
         "borders_t": borders_t,
-        "d_borders_t": d_borders_t,
     }
-    given |= {"d_q": d_q, "d_k": d_k, "d_head": d_head_x, "carry_k": carry_k, "d_v": d_v, "d_head_v": d_head_v}
-    given |= {"carry_v": carry_v, "d_strength": d_strength, "d_log_decay": d_log_decay, "d_responses": d_responses}
-    given |= {
-        "d_couplings": d_couplings,
-        "final": final,
-        "lead": lead,
-        "near_gram": near_gram,
-        "near_score": near_score,
-    }
+    given |= {"d_residual_t": d_residual_t, "d_borders_t": d_borders_t}
+    passed = {"to_r": to_r, "from_o_t": d_residual_t, "d_o_t": d_o_t}
+    d_S, programs = torch.empty_like(d_S_out), min(PROGRAMS, M)
     with on_device(q):
-        launch(window_transposed_kernel, (M,), **given, **_settings("apply", q, v, ranks, form))
+        launch(window_transposed_kernel, (M,), **given, **passed, **_settings("apply", q, v, ranks, form))
         settings = _settings("scan_backward", q, v, ranks, form)
         grid = (parts(V, settings["BV"]), ranks.documents * heads)
-        launch(scan_backward_kernel, grid, **given, dS_in=d_S_out, dS_out=d_S, **settings)
+        launch(scan_backward_kernel, grid, **given, **passed, dS_in=d_S_out, dS_out=d_S, **settings)
+        del to_r, d_o_t, passed  # their memory is that of what follows
+        d_responses, d_couplings = (q.new_empty(M, n, C, C, dtype=work) for n in (4, 2))
+        d_v, d_head_v, carry_v = torch.zeros_like(v), torch.zeros_like(head_v), v.new_empty(M, shared, V)
+        given |= {
+            "d_v": d_v,
+            "d_head_v": d_head_v,
+            "carry_v": carry_v,
+            "d_responses": d_responses,
+            "d_couplings": d_couplings,
+        }
         launch(window_product_kernel, (M,), **given, **_settings("window_product", q, v, ranks, form))
-        settings = {"BLOCK": _rows_a_block(q, form) // 2, **_settings("response", q, v, ranks, form)}
+        d_strength, d_log_decay = torch.empty_like(strength), torch.empty_like(upto)
+        final, lead = q.new_empty(M, C, 2 * C, dtype=work), q.new_empty(M, C, 2 * C, dtype=work)
+        near_gram, near_score = (
+            strength.new_empty(M, C, form.window, form.window),
+            strength.new_empty(M, C, form.window),
+        )
+        given |= {"d_strength": d_strength, "d_log_decay": d_log_decay, "final": final, "lead": lead}
+        given |= {"near_gram": near_gram, "near_score": near_score}
+        scratch = q.new_zeros(programs, 15, C, C, dtype=torch.float32)
+        history = q.new_empty(programs, 3, C, form.window, 2 * C, dtype=work)
+        settings = {
+            "BLOCK": _rows_a_block(q, form) // 2,
+            "PITCH": CHUNK + 16,
+            **_settings("response", q, v, ranks, form),
+        }
         launch(response_backward_kernel, (programs,), **given, scratch=scratch, history=history, total=M, **settings)
+        del scratch, history
         launch(coupling_kernel, (M,), **given, **_settings("coupling", q, v, ranks, form))
+        d_q = (torch.empty_like if ranks.rows is None else torch.zeros_like)(q)
+        d_k, d_head_x, carry_k = torch.zeros_like(k), torch.zeros_like(head_x), q.new_empty(M, shared, K)
+        given |= {"d_q": d_q, "d_k": d_k, "d_head": d_head_x, "carry_k": carry_k}
         launch(window_gradient_kernel, (M,), **given, **_settings("window_gradient", q, v, ranks, form))
         settings = {**_settings("apply", q, v, ranks, form), "BK": block(K), "BV": block(V)}
         launch(carry_kernel, (M,), **given, BW=1 << (form.window - 1).bit_length(), **settings)

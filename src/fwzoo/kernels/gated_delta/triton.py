@@ -35,7 +35,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     ranks, form = ranks_of(sizes, docs, chunk_doc, segment_doc, rows), Form(shifted=False, decayed=True, scale=scale)
     upto, upto_low = prefix(log_decay, ranks)
-    return delta_forward(q, k, k, v, into_chunks(beta, ranks), upto, upto_low, S, ranks, form)
+    return delta_forward(q, k, k[:0], v, into_chunks(beta, ranks), upto, upto_low, S, ranks, form)
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, S: Tensor, *others: Any) -> Any:
@@ -52,7 +52,7 @@ def _backward(
     d_q, d_k, _d_head, d_v, d_beta, d_log_decay, d_S = delta_backward(
         q,
         k,
-        k,
+        k[:0],
         v,
         strength,
         upto,

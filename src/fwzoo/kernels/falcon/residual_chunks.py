@@ -1,0 +1,359 @@
+"""falcon2 chunk by chunk, for 16-bit inputs: its reads and its gradient, once `residuals.py` has the residuals and the states at all borders.
+
+With log-decay prefix u_tv of column v from the chunk's start, b = eta * r, S_0 before the chunk and L_C, the gradient of the state behind it,
+
+    o_tv   = exp(u_tv) (S_0^T q_t)_v + sum_{j <= t} (q_t . x_j) exp(u_tv - u_jv) b_jv
+    d_q_t  = S_0 (exp(u_t) d_o_t) + sum_{j <= t} P_tj x_j                                P_tj = sum_v d_o_tv exp(u_tv - u_jv) b_jv
+    d_x_t  = L_C (exp(u_C - u_t) b_t) + sum_{i >= t} P_it q_i - S_0 (exp(u_{t-1}) d_r_t) - sum_{j < t} R_tj x_j - sum_{i > t} R_it x_i
+
+with R like P, of d_r = eta * d_z and exp(u_{t-1} - u_j). Within 8 rows, reads and writes are rescaled about their middle (by at most 1e16: see
+`rescaled.py`); beyond, by halving, as in `columns.py`: on every level the right half of a block reads the left half, both rescaled to the
+border between them by factors <= 1. u is kept in float32 and its differences are taken: of 64
+log-decays above -9.3 they are right to 4e-5, which is why float32 inputs go elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..contract import INTERPRETING
+from ..gpu import block, key_pointers, launch, of_chunk, on_device, parts, read, row_of, tables
+from ..ranks import CHUNK, Ranks
+from .rules import Options
+
+LEVELS = tl.constexpr((CHUNK - 1).bit_length())
+
+
+@triton.jit
+def _raw(gain, upto, upto_low, at, DIVIDE: tl.constexpr):
+    """Decay before it is held above the floor, and what multiplies 1 - gain (or gain) in it."""
+    pull = tl.load(upto_low + at)[:, None]
+    raw = (tl.load(upto + at)[:, None] + (1.0 - gain) * pull) if DIVIDE else (1.0 - gain * pull)
+    return raw, pull
+
+
+@triton.jit
+def _tokens(docs, chunk_doc, rows, T, NC, H, PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr):
+    """Of a program's chunk and head: tile, document, head, its first row and length, which of its chunks, ranks, tokens, rows."""
+    index = tl.program_id(0).to(tl.int64)
+    h = index % H
+    n, start, length, i = of_chunk(index // H, docs, chunk_doc, T, NC, PLAIN)
+    rank = i * C + tl.arange(0, C)
+    token = rank < length
+    return index, n, h, start, length, i, rank, token, row_of(rows, start, rank, token, MASKED) * H + h
+
+
+@triton.jit(do_not_specialize=["T", "NC", "H"])
+def prefix_kernel(
+    beta, upto, upto_low, u, docs, chunk_doc, rows, decay_floor, T, NC, H, V: tl.constexpr, BV: tl.constexpr, DIVIDE: tl.constexpr,
+    PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """u, `[M, H, C, V]`."""
+    index, _n, _h, _start, _length, _i, _rank, token, row = _tokens(docs, chunk_doc, rows, T, NC, H, PLAIN, MASKED, C)
+    at, dv = index * C + tl.arange(0, C), tl.program_id(1) * BV + tl.arange(0, BV)
+    gain = read(beta + row[:, None] * V + dv[None, :], token[:, None] & (dv < V)[None, :]).to(tl.float32)
+    raw, _pull = _raw(gain, upto, upto_low, at, DIVIDE)
+    sums = tl.cumsum(tl.log(tl.maximum(raw, decay_floor)).to(u.dtype.element_ty), 0)
+    tl.store(u + at[:, None] * V + dv[None, :], sums, mask=(at >= 0)[:, None] & (dv < V)[None, :])
+
+
+@triton.jit
+def _prefixes(u, at, dv, V: tl.constexpr, AFTER: tl.constexpr, C: tl.constexpr):
+    """u up to every row, and up to where it reads."""
+    e, in_v = tl.arange(0, C), (dv < V)[None, :]
+    to = tl.load(u + (at + e)[:, None] * V + dv[None, :], mask=(e >= 0)[:, None] & in_v, other=0.0)
+    until = to
+    if not AFTER:
+        until = tl.load(u + (at + e - 1)[:, None] * V + dv[None, :], mask=(e > 0)[:, None] & in_v, other=0.0)
+    return to, until
+
+
+@triton.jit
+def _row_of_block(u, at, dv, level, V: tl.constexpr, C: tl.constexpr):
+    """u at the last row of the left half of every row's block of 2^(level + 1) rows."""
+    e = tl.arange(0, C)
+    border = at + ((e >> (level + 1)) << (level + 1)) + (1 << level) - 1
+    return tl.load(u + border[:, None] * V + dv[None, :], mask=(e >= 0)[:, None] & (dv < V)[None, :], other=0.0)
+
+
+@triton.jit
+def _within_8(u, at, dv, to, until, V: tl.constexpr, AFTER: tl.constexpr, C: tl.constexpr):
+    """Factors with which a row reads and is read about the middle of its 8 rows, and which row reads which."""
+    e, there = tl.arange(0, C), _row_of_block(u, at, dv, 2, V, C)
+    near = (e[:, None] >> 3 == e[None, :] >> 3) & (e[:, None] - e[None, :] >= (0 if AFTER else 1))
+    return tl.exp(until - there), tl.exp(there - to), near
+
+
+@triton.jit
+def _to_border(u, at, dv, to, until, level, V: tl.constexpr, C: tl.constexpr):
+    """Decay between every row and the border in its block, whether it is behind it, and which row reads which."""
+    e, there = tl.arange(0, C), _row_of_block(u, at, dv, level, V, C)
+    right = ((e >> level) & 1 == 1)[:, None]
+    factor = tl.exp(tl.minimum(tl.where(right, until - there, there - to), 0.0))
+    return factor, right, (e[:, None] > e[None, :]) & ((e[:, None] ^ e[None, :]) >> level == 1)
+
+
+@triton.jit(do_not_specialize=["T", "NC", "H"])
+def read_kernel(
+    q, k, head_x, r, beta, strength, u, borders, o, docs, chunk_doc, rows, T, NC, H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, SHIFT: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr,
+    WORK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Outputs of a chunk."""
+    index, n, h, start, length, _i, rank, token, row = _tokens(docs, chunk_doc, rows, T, NC, H, PLAIN, MASKED, C)
+    e, dk, dv = tl.arange(0, C), tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
+    at, in_k, in_v = index * C, (dk < K)[None, :], (dv < V)[None, :]
+    xp, xok = key_pointers(k, head_x, rows, n, start, length, h, rank, H, K, 1, SHIFT, MASKED)
+    x = read(xp[:, None] + dk[None, :], xok[:, None] & in_k).to(WORK)
+    query = read(q + row[:, None] * K + dk[None, :], token[:, None] & in_k).to(WORK)
+    S = read(borders + (index * K + dk)[:, None] * V + dv[None, :], (dk < K)[:, None] & in_v).to(WORK)
+    scores = tl.dot(query, tl.trans(x), input_precision=PRECISION)
+    out = tl.dot(query, S, input_precision=PRECISION)
+    to, until = _prefixes(u, at, dv, V, AFTER, C)
+    here, where = row[:, None] * V + dv[None, :], token[:, None] & in_v
+    b = (
+        read(beta + here, where).to(tl.float32)
+        * tl.load(strength + at + e)[:, None]
+        * read(r + here, where).to(tl.float32)
+    )
+    out *= tl.exp(until)
+    reading, writing, near = _within_8(u, at, dv, to, until, V, AFTER, C)
+    out += reading * tl.dot(tl.where(near, scores, 0.0).to(WORK), (writing * b).to(WORK), input_precision=PRECISION)
+    for level in range(3, LEVELS):
+        factor, right, crossed = _to_border(u, at, dv, to, until, level, V, C)
+        more = tl.dot(tl.where(crossed, scores, 0.0).to(WORK), (factor * b).to(WORK), input_precision=PRECISION)
+        out += tl.where(right, factor * more, 0.0)
+    tl.store(o + here, out.to(o.dtype.element_ty), mask=where)
+
+
+@triton.jit(do_not_specialize=["T", "NC", "H"])
+def scores_kernel(
+    a, r, beta, strength, u, decayed, leaving, scores, docs, chunk_doc, rows, T, NC, H, V: tl.constexpr, BV: tl.constexpr,
+    GAIN: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr, WORK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """P, `[M, H, C, C]`, and exp(u) d_o and exp(u_C - u) b, `[M, H, C, V]` (decayed, leaving). GAIN: R, from a = d_z, and exp(u_{t-1}) d_r."""
+    index, _n, _h, _start, _length, _i, _rank, token, row = _tokens(docs, chunk_doc, rows, T, NC, H, PLAIN, MASKED, C)
+    e, at = tl.arange(0, C), index * C
+    inverse = tl.load(strength + at + e)[:, None]
+    found = tl.zeros([C, C], tl.float32)
+    for v0 in range(0, V, BV):
+        dv = v0 + tl.arange(0, BV)
+        here, where = row[:, None] * V + dv[None, :], token[:, None] & (dv < V)[None, :]
+        to, until = _prefixes(u, at, dv, V, AFTER, C)
+        eta = read(beta + here, where).to(tl.float32) * inverse
+        b = eta * read(r + here, where).to(tl.float32)
+        ask = read(a + here, where).to(tl.float32)
+        if GAIN:
+            ask *= eta
+        out, in_v = (at + e)[:, None] * V + dv[None, :], (e >= 0)[:, None] & (dv < V)[None, :]
+        tl.store(decayed + out, (ask * tl.exp(until)).to(decayed.dtype.element_ty), mask=in_v)
+        if not GAIN:
+            end = tl.load(u + (at + C - 1) * V + dv, mask=dv < V, other=0.0)[None, :]
+            tl.store(leaving + out, (b * tl.exp(end - to)).to(leaving.dtype.element_ty), mask=in_v)
+        reading, writing, near = _within_8(u, at, dv, to, until, V, AFTER, C)
+        more = tl.dot((reading * ask).to(WORK), tl.trans((writing * b).to(WORK)), input_precision=PRECISION)
+        found += tl.where(near, more, 0.0)
+        for level in range(3, LEVELS):
+            factor, _right, crossed = _to_border(u, at, dv, to, until, level, V, C)
+            more = tl.dot((factor * ask).to(WORK), tl.trans((factor * b).to(WORK)), input_precision=PRECISION)
+            found += tl.where(crossed, more, 0.0)
+    tl.store(scores + (at + e)[:, None] * C + e[None, :], found.to(scores.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["T", "NC", "H"])
+def products_kernel(
+    q, k, head_x, asking, answering, leaving, scores, seen, borders, d_borders, d_q, d_k, d_head_x, docs, chunk_doc, rows, T, NC, H,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SHIFT: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr,
+    C: tl.constexpr, WORK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """d_q and d_x of a chunk. asking, answering: exp(u) d_o, exp(u_{t-1}) d_r. scores, seen: P, R."""
+    index, n, h, start, length, _i, rank, token, row = _tokens(docs, chunk_doc, rows, T, NC, H, PLAIN, MASKED, C)
+    e, at = tl.arange(0, C), index * C
+    xp, xok = key_pointers(k, head_x, rows, n, start, length, h, rank, H, K, 1, SHIFT, MASKED)
+    to, ok = key_pointers(d_k, d_head_x, rows, n, start, length, h, rank, H, K, 1, SHIFT, MASKED)
+    square = (at + e)[:, None] * C + e[None, :]
+    for k0 in range(0, K, BK):
+        dk = k0 + tl.arange(0, BK)
+        in_k = (dk < K)[None, :]
+        found = tl.zeros([C, BK], tl.float32)
+        d_x = tl.zeros([C, BK], tl.float32)
+        for v0 in range(0, V, BV):
+            dv = v0 + tl.arange(0, BV)
+            tile, in_v = (at + e)[:, None] * V + dv[None, :], (e >= 0)[:, None] & (dv < V)[None, :]
+            place, both = (index * K + dk)[:, None] * V + dv[None, :], (dk < K)[:, None] & (dv < V)[None, :]
+            S, L = read(borders + place, both).to(WORK), read(d_borders + place, both).to(WORK)
+            found = tl.dot(read(asking + tile, in_v).to(WORK), tl.trans(S), found, input_precision=PRECISION)
+            d_x = tl.dot(-read(answering + tile, in_v).to(WORK), tl.trans(S), d_x, input_precision=PRECISION)
+            d_x = tl.dot(read(leaving + tile, in_v).to(WORK), tl.trans(L), d_x, input_precision=PRECISION)
+        x = read(xp[:, None] + dk[None, :], xok[:, None] & in_k).to(WORK)
+        query = read(q + row[:, None] * K + dk[None, :], token[:, None] & in_k).to(WORK)
+        p, s = tl.load(scores + square).to(WORK), -tl.load(seen + square).to(WORK)
+        found = tl.dot(p, x, found, input_precision=PRECISION)
+        d_x = tl.dot(tl.trans(p), query, d_x, input_precision=PRECISION)
+        d_x = tl.dot(s, x, d_x, input_precision=PRECISION)
+        d_x = tl.dot(tl.trans(s), x, d_x, input_precision=PRECISION)
+        tl.store(d_q + row[:, None] * K + dk[None, :], found.to(d_q.dtype.element_ty), mask=token[:, None] & in_k)
+        tl.store(to[:, None] + dk[None, :], d_x.to(d_k.dtype.element_ty), mask=(token & ok)[:, None] & in_k)
+
+
+@triton.jit(do_not_specialize=["T", "NC", "H", "M"])
+def gains_kernel(
+    v, r, o, d_o, d_z, beta, strength, upto, upto_low, borders, d_borders, d_S, d_v, d_beta, d_strength, d_decay, docs, chunk_doc, rows,
+    decay_floor, T, NC, M, H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, AFTER: tl.constexpr, DIVIDE: tl.constexpr,
+    PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """d_v and d_beta of a chunk, and the sums over columns of beta times the gradients of eta and gamma.
+
+    The gradient of a log-decay is state times gradient at the chunk's start, plus what later residuals and less what earlier reads
+    have added to it on the way.
+    """
+    index, n, h, _start, _length, i, _rank, token, row = _tokens(docs, chunk_doc, rows, T, NC, H, PLAIN, MASKED, C)
+    at, dk, dv = index * C + tl.arange(0, C), tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
+    both, place = (dk < K)[:, None] & (dv < V)[None, :], dk[:, None] * V + dv[None, :]
+    S = read(borders + index * K * V + place, both).to(tl.float32)
+    L = read(d_borders + (index - H) * K * V + place, both & (place * 0 + i > 0)).to(tl.float32)
+    L += tl.load(d_S + (n * H + h) * K * V + place, mask=both & (place * 0 + i == 0), other=0.0)
+    crossing = tl.sum(S * L, 0)[None, :]
+    here, where = row[:, None] * V + dv[None, :], token[:, None] & (dv < V)[None, :]
+    gain, inverse = read(beta + here, where).to(tl.float32), tl.load(strength + at)[:, None]
+    raw, pull = _raw(gain, upto, upto_low, at, DIVIDE)
+    dz, residual = read(d_z + here, where).to(tl.float32), read(r + here, where).to(tl.float32)
+    dr = gain * inverse * dz
+    tl.store(d_v + here, dr.to(d_v.dtype.element_ty), mask=where)
+    grad = dz * residual
+    reads = read(o + here, where).to(tl.float32) * read(d_o + here, where).to(tl.float32)
+    writes = gain * inverse * grad
+    passed = tl.cumsum(dr * (read(v + here, where).to(tl.float32) - residual) + writes - reads, 0) - writes
+    if AFTER:
+        passed += reads
+    d_gamma = tl.where(raw >= decay_floor, (passed + crossing) / tl.maximum(raw, decay_floor), 0.0)
+    tl.store(d_beta + here, (grad * inverse - d_gamma * pull).to(d_beta.dtype.element_ty), mask=where)
+    part = tl.program_id(1).to(tl.int64) * M * H * C + at
+    tl.store(d_strength + part, tl.sum(gain * grad, 1))
+    tl.store(d_decay + part, tl.sum(gain * d_gamma, 1))
+
+
+def prefixes(beta: Tensor, found: Tensor, ranks: Ranks, options: Options, exact: bool) -> Tensor:
+    """u, `[M, H, C, V]`, exact: in float64, so that its differences keep the digits of float32."""
+    heads, size = beta.shape[2:]
+    u = found.new_empty(ranks.chunks, heads, CHUNK, size, dtype=torch.float64 if exact else torch.float32)
+    columns = min(64, block(size))
+    with on_device(beta):
+        launch(
+            prefix_kernel, (ranks.chunks * heads, parts(size, columns)), beta=beta, upto=found[1], upto_low=found[2], u=u,
+            **tables(ranks), decay_floor=options.decay_floor, H=heads, V=size, BV=columns, DIVIDE=options.step == "beta", num_warps=4,
+        )  # fmt: skip
+    return u
+
+
+SETTINGS: dict[str, dict[str, int]] = {
+    "read": {"BV": 64, "num_warps": 8, "num_stages": 1},
+    "scores": {"BV": 64, "num_warps": 8, "num_stages": 1},
+    "products": {"BK": 64, "BV": 128, "num_warps": 4, "num_stages": 1},
+    "gains": {"BV": 64, "num_warps": 4, "num_stages": 1},
+}
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """One call of falcon2: inputs `[B, T, H, .]` (contiguous), gates of `prepass.gates`, tables and options."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    head_x: Tensor
+    found: Tensor
+    u: Tensor
+    ranks: Ranks
+    options: Options
+
+    def _launch(self, name: str, kernel: Any, split: bool = True, **arguments: Any) -> None:
+        """Run a kernel over chunks and heads, and (split) blocks of columns, with what it takes of the inputs, tables and options."""
+        heads, (k_size, v_size) = self.q.shape[2], (self.k.shape[3], self.v.shape[3])
+        settings, wide = dict(SETTINGS[name]), self.q.dtype != torch.bfloat16 or INTERPRETING
+        settings["BV"] = min(settings["BV"], block(v_size))
+        settings["BK"] = min(settings.get("BK", block(k_size)), block(k_size))
+        if wide and not INTERPRETING:  # float16, as tf32
+            settings |= {"BV": min(settings["BV"], 64), "num_warps": 8}
+        grid = (self.ranks.chunks * heads, parts(v_size, settings["BV"]) if split else 1)
+        given = {
+            **tables(self.ranks),
+            "q": self.q,
+            "k": self.k,
+            "v": self.v,
+            "head_x": self.head_x,
+            "beta": self.beta,
+            "strength": self.found[0],
+            "upto": self.found[1],
+            "upto_low": self.found[2],
+            "u": self.u,
+            "decay_floor": self.options.decay_floor,
+            "M": self.ranks.chunks,
+            "H": heads,
+            "K": k_size,
+            "V": v_size,
+            "SHIFT": int(self.options.shifted),
+            "AFTER": self.options.read_after_write,
+            "DIVIDE": self.options.step == "beta",
+            "WORK": tl.float32 if wide else tl.bfloat16,
+            "PRECISION": "ieee" if INTERPRETING else "tf32",
+        }
+        launch(kernel, grid, **{**given, **settings, **arguments})
+
+    def read(self, r: Tensor, borders: Tensor) -> Tensor:
+        """Outputs."""
+        o = torch.empty_like(self.v) if self.ranks.rows is None else torch.zeros_like(self.v)
+        with on_device(self.q):
+            self._launch("read", read_kernel, r=r, borders=borders, o=o)
+        return o
+
+    def backward(
+        self, d_o: Tensor, o: Tensor, r: Tensor, d_z: Tensor, borders: Tensor, d_borders: Tensor, d_S: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Gradients of q, k, v, beta and head_x, and beta times those of eta and gamma summed over columns, see `Columns.backward`.
+
+        Args:
+            d_S: gradient of the state before the first token. d_borders: of those behind all chunks.
+        """
+        ranks, (chunks, heads), size = self.ranks, borders.shape[:2], self.v.shape[3]
+        make = torch.empty_like if ranks.rows is None else torch.zeros_like
+        d_q, d_v, d_beta, d_head_x = make(self.q), make(self.v), make(self.beta), torch.zeros_like(self.head_x)
+        d_k = torch.empty_like(self.k) if ranks.docs is None else torch.zeros_like(self.k)
+        if self.options.shifted and ranks.docs is None:  # the last key belongs to no pair
+            d_k[:, -1] = 0
+        asking, answering, leaving = (borders.new_empty(chunks, heads, CHUNK, size) for _ in range(3))
+        scores, seen = (borders.new_empty(chunks, heads, CHUNK, CHUNK) for _ in range(2))
+        blocks = parts(size, min(SETTINGS["gains"]["BV"], block(size)))
+        sums = self.found.new_empty(2, blocks, chunks, heads, CHUNK)
+        with on_device(self.q):
+            self._launch(
+                "scores",
+                scores_kernel,
+                False,
+                a=d_o,
+                r=r,
+                decayed=asking,
+                leaving=leaving,
+                scores=scores,
+                GAIN=False,
+            )
+            self._launch(
+                "scores", scores_kernel, False, a=d_z, r=r, decayed=answering, scores=seen, GAIN=True, AFTER=False
+            )
+            self._launch(
+                "products", products_kernel, False, asking=asking, answering=answering, leaving=leaving, scores=scores, seen=seen,
+                borders=borders, d_borders=d_borders, d_q=d_q, d_k=d_k, d_head_x=d_head_x,
+            )  # fmt: skip
+            self._launch(
+                "gains", gains_kernel, r=r, o=o, d_o=d_o, d_z=d_z, borders=borders, d_borders=d_borders, d_S=d_S, d_v=d_v, d_beta=d_beta,
+                d_strength=sums[0], d_decay=sums[1],
+            )  # fmt: skip
+        d_strength, d_decay = sums.sum(1)
+        return d_q, d_k, d_v, d_beta, d_head_x, d_strength, d_decay
