@@ -173,14 +173,14 @@ def test_crowded(case: str, score: str) -> None:
 
 
 @triton
-def test_every_score_is_tried_where_candidates_do_not_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: far from 0, approximate scores do not tell sub-keys apart, and the first of them would be read."""
+def test_what_is_not_marked_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: far from 0, approximate scores do not tell sub-keys apart; were they trusted, others would be read."""
     from fwzoo.kernels import product_key_search as kernels
 
     torch.manual_seed(0)
     q, keys = torch.full((1, 3, 1, 8), 30.0), 30 + 1e-2 * torch.randn(1, 2, 1, 40, 4)
     check_search(q, keys, 4, "idw")
-    monkeypatch.setattr(kernels, "UNSURE", 0.0)
+    monkeypatch.setattr(kernels, "UNSURE", -1.0)
     with pytest.raises(AssertionError):
         check_search(q, keys, 4, "idw")
 

@@ -4,9 +4,8 @@ Imported only by the `triton` levels. Axis letters as in `product_keys`: G memor
 n sub-keys a half, k slots read, V value size; M candidates.
 
 Search in two stages that together are exact. `_candidates` scores all sub-keys on tensor cores (idw as 2 q.k - |k|^2, from
-sub-keys in 16 bit) and keeps the M best of every block of them in registers. `_finish` scores these exactly (idw by
-differences) and takes the k best. The first stage knows how wrong it can be: where one of the sub-keys that it left out may
-belong to the k best, `_finish` scores all of them exactly.
+sub-keys in 16 bit) and marks those that may be among the k best, given how wrong such a score can be. `_choose` scores these
+exactly (idw by differences) and takes the k best. Where more are marked than it has room for, it scores all of them.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ from .gpu import read as read_values
 
 MOST_IN_BLOCK = 512  # sub-keys that a program scores: their scores stay in registers
 UNSURE = 2**-15  # error of an approximate score beside that of rounded sub-keys, to the squared lengths
-SPARE = 8  # candidates of a block beyond k
-CUT = tl.constexpr(8e-5)  # what the last bits hold of a candidate's distance, at most: MOST_IN_BLOCK / 2^23
 LARGEST = tl.constexpr(0x7FFFFFFF)
+INFINITE = tl.constexpr(0x7F800000)  # the bits of a float32
 
 
 class Found(NamedTuple):
@@ -77,7 +75,7 @@ def _prepare(
     tl.store(squares + tl.num_programs(0).to(tl.int64) * NP, rest)
 
 
-@triton.jit(do_not_specialize=["T", "total"])
+@triton.jit(do_not_specialize=["T"])
 def _candidates(
     q,
     rounded,
@@ -85,21 +83,22 @@ def _candidates(
     T,
     H,
     n,
-    total,
     unsure,
     F: tl.constexpr,
-    M: tl.constexpr,
+    TOP: tl.constexpr,
     BLOCKS: tl.constexpr,
     BN: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
     FP: tl.constexpr,
     BT: tl.constexpr,
     BF: tl.constexpr,
     IDW: tl.constexpr,
 ):
-    """The M best of a block of sub-keys by approximate scores, best first. total: tokens times tables.
+    """Marks the sub-keys of a block that may be among the TOP best, by approximate scores.
 
-    A candidate is how far it is from the block's best score (float32, taken as an integer) with its place in the last bits.
-    bounds: the best score, and how wrong a score can be.
+    Bit b of word w is sub-key (w // 8 * BITS + b) * 8 + w % 8, so that a thread finds the bits of its words among the scores that
+    it holds. The limit is the TOP-th best of the best scores of groups of GROUP sub-keys, which at least TOP sub-keys reach.
     """
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     block, other = tl.program_id(1) % BLOCKS, tl.program_id(1) // BLOCKS
@@ -133,20 +132,47 @@ def _candidates(
         scores = 2 * scores - square[None, :]
     some = (block * BN + i < n)[None, :]
     scores = tl.where(some, scores, float("-inf"))
-    best = tl.max(scores, 1)
-    key = ((best[:, None] - scores).to(tl.int32, bitcast=True) & (LARGEST - (BN - 1))) | i[None, :]
-    key = tl.where(some, key, (LARGEST - (BN - 1)) | i[None, :])
-    out = (row * 2 + part) * BLOCKS + block
-    found = work + 2 * keys
-    bounds = (found + total.to(tl.int64) * BLOCKS * M).to(tl.pointer_type(tl.float32))
-    least = tl.zeros([BT], tl.int32)
-    for j in range(M):  # the lowest key from `least` on: those below it wrap around to large numbers
-        ahead = (key - least[:, None]).to(tl.uint32, bitcast=True)
-        least += tl.min(ahead, 1).to(tl.int32, bitcast=True)
-        tl.store(found + out * M + j, least, mask=real)
-        least += 1
-    tl.store(bounds + out * 2, best, mask=real)
-    tl.store(bounds + out * 2 + 1, wrong, mask=real)
+    away = tl.max(scores, 1)[:, None] - scores  # not negative, so ordered as its bits are
+    bits = tl.reshape(away.to(tl.uint32, bitcast=True), [BT, BN // (8 * GROUP), GROUP, 8])
+    mins = tl.reshape(tl.min(bits, 2), [BT, BN // GROUP])
+    least, limit = tl.zeros([BT], tl.uint32), tl.zeros([BT], tl.uint32)
+    for _ in range(TOP):  # the lowest from `least` on: those below it wrap around to large numbers
+        limit = tl.min(mins - least[:, None], 1) + least
+        limit = tl.where(limit < least, INFINITE, limit)  # there is none
+        least = limit + 1
+    limit = (limit.to(tl.float32, bitcast=True) + 2 * wrong) * (1 + 1e-6)
+    near = ((away > limit[:, None]) == 0) & some  # all, where there is a NaN
+    near = tl.reshape(near.to(tl.uint32), [BT, BN // (8 * BITS), BITS, 8]) << tl.arange(0, BITS)[None, None, :, None]
+    words = tl.reshape(tl.sum(near, 2), [BT, BN // BITS]).to(tl.int32, bitcast=True)
+    out = ((row * 2 + part) * BLOCKS + block) * (BN // BITS)
+    tl.store(work + 2 * keys + out[:, None] + tl.arange(0, BN // BITS)[None, :], words, mask=real[:, None])
+
+
+@triton.jit
+def _ones(x):
+    """How many bits of uint32 are set."""
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    return (((x + (x >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
+
+
+@triton.jit
+def _marked(words, r, w, BITS: tl.constexpr):
+    """The r-th sub-key marked in `words` `[2, W]`, and how many are; w: `[1, W]`, r: `[1, M]`."""
+    words = words.to(tl.uint32, bitcast=True)
+    upto = tl.cumsum(_ones(words).to(tl.int32), 1)
+    full = upto[:, None, :] <= r[:, :, None]
+    word = tl.sum(full.to(tl.int32), 2)
+    rest = r - tl.max(tl.where(full, upto[:, None, :], 0), 2)
+    bits = tl.sum(tl.where(w[:, None, :] == word[:, :, None], words[:, None, :], 0), 2)
+    bit = tl.zeros_like(word)
+    for step in tl.static_range(5):
+        low = _ones(bits & ((1 << (16 >> step)) - 1)).to(tl.int32)
+        above = rest >= low
+        rest = tl.where(above, rest - low, rest)
+        bits = tl.where(above, bits >> (16 >> step), bits)
+        bit += tl.where(above, 16 >> step, 0)
+    return (word // 8 * BITS + bit) * 8 + word % 8, tl.max(upto, 1)[:, None]
 
 
 @triton.jit
@@ -254,6 +280,98 @@ def _add_rows(
     return total + tl.sum(x * weight[:, None], 0)
 
 
+@triton.jit
+def _choose(
+    row,
+    q,
+    keys,
+    work,
+    pairs,
+    index,
+    half,
+    slots,
+    weights,
+    T,
+    H,
+    n,
+    total,
+    begin,
+    eps,
+    F: tl.constexpr,
+    TOP: tl.constexpr,
+    WORDS: tl.constexpr,
+    BW: tl.constexpr,
+    BITS: tl.constexpr,
+    BM: tl.constexpr,
+    BR: tl.constexpr,
+    BK: tl.constexpr,
+    BF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BP: tl.constexpr,
+    IDW: tl.constexpr,
+):
+    """One token and head: exact scores of the marked sub-keys, the best of each half, the best pairs, softmax.
+
+    total: tokens times tables. begin: of the marks in `work`.
+
+    Returns: of PAIRS pairs their place among the best, their slots, and weights: 0 but for the best TOP.
+    """
+    g, h = row // (T * H), row % H
+    own_q, own_keys = q + row * 2 * F, keys + (g * 2 * H + h) * n * F
+    part, r, w = tl.arange(0, 2)[:, None], tl.arange(0, BM)[None, :], tl.arange(0, BW)[None, :]
+    marks = work + begin
+    own_scores = (marks + total.to(tl.int64) * WORDS).to(tl.pointer_type(tl.float32)) + row * 4 * BM
+    own_places = (own_scores + 2 * BM).to(tl.pointer_type(tl.int32))
+    own_index, own_half = index + row * 2 * TOP, half + row * 2 * TOP
+    i, many = _marked(tl.load(marks + (row * 2 + part) * WORDS + w, mask=w < WORDS, other=0), r, w, BITS)
+    some = r < many
+    score = _scores(own_q, own_keys, tl.where(some, i, 0), some, H, n, eps, F, BM, BF, IDW)
+    i = tl.where(some, i, n + r)
+    rank = _rank(score, i, own_scores, own_places, part, BM, BR)
+    tl.store(own_index + part * TOP + rank, i, mask=rank < TOP)
+    tl.store(own_half + part * TOP + rank, score, mask=rank < TOP)
+    if tl.max(tl.max(many, 1), 0) > BM:  # not all that are marked have been scored: score all sub-keys
+        o = tl.arange(0, BK)[None, :]
+        for b in range(tl.cdiv(n, BM)):
+            tl.debug_barrier()
+            i = b * BM + r + tl.zeros([2, BM], tl.int32)
+            score = _scores(own_q, own_keys, i, i < n, H, n, eps, F, BM, BF, IDW)
+            tl.store(own_scores + part * BM + r, score)
+            tl.store(own_places + part * BM + r, i)
+            tl.debug_barrier()
+            listed = tl.where(b > 0, TOP, 0)
+            old = tl.load(own_half + part * TOP + o, mask=o < listed, other=float("-inf"))
+            old_i = tl.load(own_index + part * TOP + o, mask=o < listed, other=LARGEST)
+            rank = _count_before(score, i, own_scores, own_places, part, BM, BM, BR)
+            rank += _count_before(score, i, own_half, own_index, part, listed, TOP, BR)
+            old_rank = o + _count_before(old, old_i, own_scores, own_places, part, BM, BM, BR)
+            tl.debug_barrier()
+            tl.store(own_index + part * TOP + rank, i, mask=rank < TOP)
+            tl.store(own_half + part * TOP + rank, score, mask=rank < TOP)
+            tl.store(own_index + part * TOP + old_rank, old_i, mask=(o < listed) & (old_rank < TOP))
+            tl.store(own_half + part * TOP + old_rank, old, mask=(o < listed) & (old_rank < TOP))
+    tl.debug_barrier()
+    best, slot = _pair_sums(pairs, own_index, own_half, tl.arange(0, PAIRS), n, TOP)
+    place_of = tl.zeros([PAIRS], tl.int32)
+    for start in range(0, PAIRS, BP):
+        more, more_slots = _pair_sums(pairs, own_index, own_half, start + tl.arange(0, BP), n, TOP)
+        before = _before(more[None, :], more_slots[None, :], best[:, None], slot[:, None])
+        place_of += tl.sum(before.to(tl.int32), 1)
+    chosen = place_of < TOP
+    weight = tl.where(chosen, tl.exp(best - tl.max(best, 0)), 0.0)
+    weight = weight / tl.sum(weight, 0)
+    tl.store(slots + row * TOP + place_of, slot, mask=chosen)
+    tl.store(weights + row * TOP + place_of, weight, mask=chosen)
+    return place_of, slot, weight
+
+
+@triton.jit
+def _in_order(place_of, slot, weight, e):
+    """Slots and weights of the places `e`."""
+    here = place_of[None, :] == e[:, None]
+    return tl.sum(tl.where(here, slot[None, :], 0), 1), tl.sum(tl.where(here, weight[None, :], 0.0), 1)
+
+
 @triton.jit(do_not_specialize=["T", "total", "begin"])
 def _finish(
     q,
@@ -276,13 +394,11 @@ def _finish(
     begin,
     eps,
     F: tl.constexpr,
-    M: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BN: tl.constexpr,
     TOP: tl.constexpr,
-    BC: tl.constexpr,
+    WORDS: tl.constexpr,
+    BW: tl.constexpr,
+    BITS: tl.constexpr,
     BM: tl.constexpr,
-    ROOM: tl.constexpr,
     BR: tl.constexpr,
     BK: tl.constexpr,
     BF: tl.constexpr,
@@ -296,89 +412,18 @@ def _finish(
     PLACED: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """One token and head: exact scores of the candidates, the best of each half, the best pairs, softmax (READ: and rows).
-
-    total: tokens times tables. begin: of the candidates in `work`.
-    """
+    """`_choose` for one token and head (READ: and its rows)."""
     row = tl.program_id(0).to(tl.int64)
-    g, h = row // (T * H), row % H
-    own_q, own_keys = q + row * 2 * F, keys + (g * 2 * H + h) * n * F
-    part, r = tl.arange(0, 2)[:, None], tl.arange(0, BM)[None, :]
-    found, size = work + begin, total.to(tl.int64) * BLOCKS
-    bounds = (found + size * M).to(tl.pointer_type(tl.float32))
-    own_scores = bounds + size * 2 + row * 4 * ROOM
-    own_places = (own_scores + 2 * ROOM).to(tl.pointer_type(tl.int32))
-    # which candidates may be among the best
-    j = tl.arange(0, BC)[None, :]
-    at, inside = (row * 2 + part) * BLOCKS + j // M, j // M < BLOCKS
-    key = tl.load(found + at * M + j % M, mask=inside, other=LARGEST)
-    i = j // M * BN + (key & (BN - 1))
-    there = inside & (i < n)
-    i = tl.where(there, i, n + j)
-    away = (key & (LARGEST - (BN - 1))).to(tl.float32, bitcast=True)
-    about = _ordered(tl.load(bounds + at * 2, mask=inside, other=0.0) - away, there)
-    wrong = tl.max(tl.load(bounds + at * 2 + 1, mask=inside, other=0.0), 1)
-    rank = j + tl.zeros([2, BC], tl.int32)  # a block's are in order
-    if BLOCKS > 1:
-        rank = _rank(about, i, own_scores, own_places, part, BC, BR)
-    least = tl.min(tl.where(rank < TOP, about - CUT * away, float("inf")), 1) - 2 * wrong
-    near = there & (about >= least[:, None])
-    missed = (near & ((j % M == M - 1) | (rank >= BM)) & (n > M)) | (wrong == float("inf"))[:, None]
-    some = near | (rank < TOP)
-    own_index, own_half = index + row * 2 * TOP, half + row * 2 * TOP
-    if BM < BC:
-        tl.debug_barrier()
-        tl.store(own_places + part * BM + rank, i, mask=some & (rank < BM))
-        tl.debug_barrier()
-        some = r < tl.sum(some.to(tl.int32), 1)[:, None]
-        i = tl.load(own_places + part * BM + r, mask=some, other=0)
-        tl.debug_barrier()
-    score = _scores(own_q, own_keys, i, some, H, n, eps, F, BM, BF, IDW)
-    i = tl.where(some, i, n + r)
-    rank = _rank(score, i, own_scores, own_places, part, BM, BR)
-    tl.store(own_index + part * TOP + rank, i, mask=rank < TOP)
-    tl.store(own_half + part * TOP + rank, score, mask=rank < TOP)
-    if tl.max(tl.max(missed.to(tl.int32), 1), 0) > 0:  # one that is no candidate may be among the best: score all
-        o = tl.arange(0, BK)[None, :]
-        for b in range(tl.cdiv(n, BM)):
-            tl.debug_barrier()
-            i = b * BM + r + tl.zeros([2, BM], tl.int32)
-            score = _scores(own_q, own_keys, i, i < n, H, n, eps, F, BM, BF, IDW)
-            tl.store(own_scores + part * BM + r, score)
-            tl.store(own_places + part * BM + r, i)
-            tl.debug_barrier()
-            listed = tl.where(b > 0, TOP, 0)
-            old = tl.load(own_half + part * TOP + o, mask=o < listed, other=float("-inf"))
-            old_i = tl.load(own_index + part * TOP + o, mask=o < listed, other=LARGEST)
-            rank = _count_before(score, i, own_scores, own_places, part, BM, BM, BR)
-            rank += _count_before(score, i, own_half, own_index, part, listed, TOP, BR)
-            old_rank = o + _count_before(old, old_i, own_scores, own_places, part, BM, BM, BR)
-            tl.debug_barrier()
-            tl.store(own_index + part * TOP + rank, i, mask=rank < TOP)
-            tl.store(own_half + part * TOP + rank, score, mask=rank < TOP)
-            tl.store(own_index + part * TOP + old_rank, old_i, mask=(o < listed) & (old_rank < TOP))
-            tl.store(own_half + part * TOP + old_rank, old, mask=(o < listed) & (old_rank < TOP))
-    # the best pairs
-    tl.debug_barrier()
-    total, slot = _pair_sums(pairs, own_index, own_half, tl.arange(0, PAIRS), n, TOP)
-    place_of = tl.zeros([PAIRS], tl.int32)
-    for start in range(0, PAIRS, BP):
-        more, more_slots = _pair_sums(pairs, own_index, own_half, start + tl.arange(0, BP), n, TOP)
-        before = _before(more[None, :], more_slots[None, :], total[:, None], slot[:, None])
-        place_of += tl.sum(before.to(tl.int32), 1)
-    chosen = place_of < TOP
-    weight = tl.where(chosen, tl.exp(total - tl.max(total, 0)), 0.0)
-    weight = weight / tl.sum(weight, 0)
-    tl.store(slots + row * TOP + place_of, slot, mask=chosen)
-    tl.store(weights + row * TOP + place_of, weight, mask=chosen)
+    place_of, slot, weight = _choose(
+        *(row, q, keys, work, pairs, index, half, slots, weights, T, H, n, total, begin, eps),
+        *(F, TOP, WORDS, BW, BITS, BM, BR, BK, BF, PAIRS, BP, IDW),
+    )
     if READ:
         e = tl.arange(0, BE)
-        here = place_of[None, :] == e[:, None]
-        slot = tl.sum(tl.where(here, slot[None, :], 0), 1)
-        weight = tl.sum(tl.where(here, weight[None, :], 0.0), 1)
+        slot, weight = _in_order(place_of, slot, weight, e)
         own = place
         if PLACED:
-            own = place + g * (n * n)
+            own = place + row // (T * H) * (n * n)
         for start in range(0, V, BV):
             v = start + tl.arange(0, BV)
             read = tl.zeros([BV], tl.float32)
@@ -466,7 +511,7 @@ class _Plan(NamedTuple):
     tables: int  # of sub-keys of one memory: 2 H
     rows: int  # sub-keys of a table, padded
     size: int  # of a sub-key, padded
-    candidates: int  # of a token, head and half
+    room: int  # numbers that a token, head and half has in `work`
     block_t: int
     prepare: dict[str, int]
     score: dict[str, int]
@@ -477,37 +522,42 @@ class _Plan(NamedTuple):
 def _plan(top_k: int, heads: int, n: int, half_size: int, many: bool) -> _Plan:
     power = triton.next_power_of_2
     block_n = min(MOST_IN_BLOCK, max(16, power(n)))
-    blocks = triton.cdiv(n, block_n)
-    candidates = min(top_k + SPARE, block_n)
-    rows, size, block_m = blocks * block_n, triton.cdiv(half_size, 32) * 32, max(16, power(top_k + 1))
-    block_c = max(16, power(blocks * candidates))
+    blocks, bits = triton.cdiv(n, block_n), min(32, block_n // 8)
+    words = blocks * block_n // bits
+    group = max(1, min(8, block_n // 8, power(block_n // (4 * top_k) + 1) // 2))
+    rows, size = blocks * block_n, triton.cdiv(half_size, 32) * 32
+    block_m = max(16, power(blocks * (top_k + top_k // 4 + 3)))
     pairs = max(16, power(len(_pair_places(top_k))))
-    shared = {"F": half_size, "M": candidates, "BLOCKS": blocks, "BN": block_n}
     return _Plan(
         2 * heads,
         rows,
         size,
-        blocks * candidates,
+        words + 2 * block_m,
         block_t := 64 if many else 16,
         {"F": half_size, "FP": size, "NP": rows, "ROWS": 16, "BF": 32},
-        {**shared, "FP": size, "BT": block_t, "BF": 32, "num_warps": 8, "num_stages": 3},
         {
-            **shared,
-            "TOP": top_k,
-            "BC": block_c,
-            "BM": block_m,
-            "ROOM": max(block_m, block_c),
-            "BR": 16,
-            "BK": max(16, power(top_k)),
-            "BF": min(32, power(half_size)),
-            "PAIRS": pairs,
-            "BP": min(32, pairs),
+            **{"F": half_size, "TOP": top_k, "BLOCKS": blocks, "BN": block_n, "BITS": bits, "GROUP": group},
+            **{"FP": size, "BT": block_t, "BF": 32, "num_warps": 8, "num_stages": 3},
+        },
+        {
+            **{"F": half_size, "TOP": top_k, "WORDS": words, "BW": power(words), "BITS": bits, "BM": block_m, "BR": 16},
+            **{"BK": max(16, power(top_k)), "BF": min(32, power(half_size)), "PAIRS": pairs, "BP": min(32, pairs)},
             "num_warps": 1 if block_m <= 16 else 4 if block_m <= 64 else 8,
         },
     )
 
 
-def _search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float, reading: Any) -> Found:
+class Begun(NamedTuple):
+    """A search whose candidates are marked: what `_choose` takes."""
+
+    found: Found
+    arguments: tuple[Any, ...]
+    numbers: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+def begin(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float) -> Begun:
+    """The first stage of `search`."""
     groups, tokens, heads, size = q.shape
     n, half_size = keys.shape[3], size // 2
     plan, idw = _plan(top_k, heads, n, half_size, groups * tokens * heads >= 1 << 12), score == "idw"
@@ -516,11 +566,8 @@ def _search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float, reading
     rounded = torch.empty(
         tables * plan.rows * plan.size, dtype=torch.float32 if INTERPRETING else torch.float16, device=q.device
     )
-    work = torch.empty(  # lengths of sub-keys, candidates, their bounds, room to sort
-        2 * tables * plan.rows + total * (plan.candidates + 2 * plan.finish["BLOCKS"] + 2 * plan.finish["ROOM"]),
-        dtype=torch.int32,
-        device=q.device,
-    )
+    # lengths of sub-keys, marks, room to sort
+    work = torch.empty(2 * tables * plan.rows + total * plan.room, dtype=torch.int32, device=q.device)
     shape = (groups, tokens, heads, top_k)
     halves = (groups, tokens, heads, 2, top_k)
     found = Found(
@@ -529,32 +576,32 @@ def _search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float, reading
         torch.empty(halves, dtype=torch.int32, device=q.device),
         torch.empty(halves, dtype=torch.float32, device=q.device),
     )
-    pairs = _pairs(top_k, q.device)
+    grid = (-(-tokens // plan.block_t), plan.tables * plan.score["BLOCKS"], groups)
     with on_device(q):
         _prepare[(tables, plan.rows // 16)](keys, rounded, work, n, **plan.prepare)
-        grid = (-(-tokens // plan.block_t), plan.tables * plan.score["BLOCKS"], groups)
-        _candidates[grid](q, rounded, work, tokens, heads, n, total, UNSURE, **plan.score, IDW=idw)
-        _finish[(groups * tokens * heads,)](
-            q,
-            keys,
-            work,
-            pairs,
-            *(found.index, found.half, found.slots, found.weights),
+        _candidates[grid](q, rounded, work, tokens, heads, n, UNSURE, **plan.score, IDW=idw)
+    return Begun(
+        found,
+        (q, keys, work, _pairs(top_k, q.device), found.index, found.half, found.slots, found.weights),
+        (tokens, heads, n, total, 2 * tables * plan.rows, eps),
+        {**plan.finish, "IDW": idw},
+    )
+
+
+def _search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float, reading: Any) -> Found:
+    begun = begin(q, keys, top_k, score, eps)
+    with on_device(q):
+        _finish[(begun.found.slots.shape[:3].numel(),)](
+            *begun.arguments,
             *(reading or (None,) * 5),
-            tokens,
-            heads,
-            n,
-            total,
-            2 * tables * plan.rows,
-            eps,
-            **plan.finish,
-            IDW=idw,
+            *begun.numbers,
+            **begun.options,
             **_row_options(top_k, reading[0] if reading else None),
             READ=reading is not None,
             PLACED=reading is not None and reading[2] is not None,
             KEEP=reading is not None and reading[3] is not None,
         )
-    return found
+    return begun.found
 
 
 def _row_options(entries: int, table: Tensor | None) -> dict[str, int]:

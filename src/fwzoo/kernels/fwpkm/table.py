@@ -21,13 +21,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ..gpu import on_device, read
+from ..product_key_search import Found, _choose, _in_order, begin, search
 from .state import FwpkmState, Options
 
 TILE = 4096  # numbers that a program holds at a time
-LINE = 1024  # entries of a program that handles them one by one
+LINE = 512  # entries of a program that handles them one by one
 PIECE, SUB_PIECE, MOST = 32, 64, 32  # least entries of a piece of a slot and of a sub-key; most pieces
-WRITE, KEYS, READ = (4, 4), (8, 2), 4
-PROGRAMS = 4224  # that write rows: as many as an H200 runs at once
+PROGRAMS = 2112  # that write rows, and as many that move sub-keys
 ROOM = 512 << 20  # bytes that the pool may have to spare without looking at how much of it is used
 UNIT = 40  # the use of a sub-key is counted in units of 2^-UNIT
 
@@ -65,10 +65,87 @@ def _normalised(x, c, V: tl.constexpr):
     return centred / tl.sqrt(tl.sum(centred * centred, 0) / V + 1e-5)
 
 
+@triton.jit
+def _residual(
+    x,
+    n,
+    tick,
+    total,
+    c,
+    v,
+    target,
+    known,
+    due,
+    gate,
+    residual,
+    peak,
+    L,
+    V: tl.constexpr,
+    GATED: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+):
+    """What a token that has read `total` writes, and whether it writes (1 or 0), and whether its memory is written."""
+    now = 1
+    if due is not None:
+        now = tl.load(due + n).to(tl.int32)
+    alive = tl.load(known + tick).to(tl.int32) * now
+    goal = read(v + (n * L + tl.load(target + tick)) * V + c, c < V * alive).to(tl.float32)
+    if NORMALIZE:
+        goal = _normalised(goal, c, V)
+    step = tl.where(c < V * alive, goal - total, 0.0)
+    if GATED:
+        step = step * tl.load(gate + tick).to(tl.float32)
+    tl.store(residual + x * V + c, step, mask=c < V)
+    tl.store(peak + x, tl.max(tl.abs(step), 0))
+    return alive, now
+
+
+@triton.jit
+def _count(at, slot, ok, alive, count, rank):
+    """Entries `at` count themselves at their slots."""
+    place = tl.atomic_add(count + slot, 1, mask=ok & (alive > 0), sem="relaxed")
+    tl.store(rank + at, tl.where(alive > 0, place, -1), mask=ok)
+
+
+@triton.jit
+def _count_keys(
+    x,
+    g,
+    alive,
+    index,
+    half,
+    sub_count,
+    sub_rank,
+    use,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    N_SUB: tl.constexpr,
+    UNIT: tl.constexpr,
+    BH: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """The sub-keys of a token count it, and sum its shares."""
+    r, j = tl.arange(0, BH), tl.arange(0, BK)
+    ok = (r < 2 * H)[:, None] & (j < K)[None, :]
+    at = (x * 2 * H + r)[:, None] * K + j[None, :]
+    score = tl.load(half + at, mask=ok, other=float("-inf"))
+    share = tl.exp(score - tl.max(score, 1)[:, None])
+    share = share / tl.sum(share, 1)[:, None]
+    table = ((g * 2 + r % 2) * H + r // 2) * N_SUB
+    bin = table[:, None] + tl.load(index + at, mask=ok, other=0)
+    counts = (r < 2 * H)[:, None] & (j < K * alive)[None, :]
+    place = tl.atomic_add(sub_count + bin, 1, mask=counts, sem="relaxed")
+    tl.store(sub_rank + at, tl.where(alive > 0, place, -1), mask=ok)
+    whole = (share.to(tl.float64) * (1 << UNIT)).to(tl.int64)
+    tl.atomic_add(use + bin, whole, mask=counts, sem="relaxed")
+
+
 @triton.jit(do_not_specialize=["P", "S1", "W", "L", "start", "per", "first", "L_out"])
 def _read_kernel(
     slots,
     weights,
+    index,
+    half,
     numbers,
     values,
     held,
@@ -77,8 +154,6 @@ def _read_kernel(
     S1,
     o,
     kept,
-    index,
-    half,
     v,
     target,
     known,
@@ -134,39 +209,114 @@ def _read_kernel(
     out = n * L_out + start - first + x - n * W
     tl.store(o + out * V + c, total.to(o.dtype.element_ty), mask=c < V)
     if WRITES:
-        now = 1
-        if due is not None:
-            now = tl.load(due + n).to(tl.int32)
-        alive = tl.load(known + tick).to(tl.int32) * now
-        goal = read(v + (n * L + tl.load(target + tick)) * V + c, c < V * alive).to(tl.float32)
-        if NORMALIZE:
-            goal = _normalised(goal, c, V)
-        step = tl.where(c < V * alive, goal - total, 0.0)
-        if GATED:
-            step = step * tl.load(gate + tick).to(tl.float32)
-        tl.store(residual + x * V + c, step, mask=c < V)
-        tl.store(peak + x, tl.max(tl.abs(step), 0))
+        alive, now = _residual(
+            x, n, tick, total, c, v, target, known, due, gate, residual, peak, L, V, GATED, NORMALIZE
+        )
         for begin in range(0, E, BE):
             ok = begin + e < E
             at = x * E + begin + e
-            slot = tl.load(slots + at, mask=ok, other=0)
-            place = tl.atomic_add(count + g * S1 + slot, 1, mask=begin + e < E * alive, sem="relaxed")
-            tl.store(rank + at, tl.where(alive > 0, place, -1), mask=ok)
+            _count(at, g * S1 + tl.load(slots + at, mask=ok, other=0), ok, alive, count, rank)
         if KEYS:
             alive = tl.load(real + tick).to(tl.int32) * now
-            r, j = tl.arange(0, BH), tl.arange(0, BK)
-            ok = (r < 2 * H)[:, None] & (j < K)[None, :]
-            at = (x * 2 * H + r)[:, None] * K + j[None, :]
-            score = tl.load(half + at, mask=ok, other=float("-inf"))
-            share = tl.exp(score - tl.max(score, 1)[:, None])
-            share = share / tl.sum(share, 1)[:, None]
-            table = ((g * 2 + r % 2) * H + r // 2) * N_SUB
-            bin = table[:, None] + tl.load(index + at, mask=ok, other=0)
-            counts = (r < 2 * H)[:, None] & (j < K * alive)[None, :]
-            place = tl.atomic_add(sub_count + bin, 1, mask=counts, sem="relaxed")
-            tl.store(sub_rank + at, tl.where(alive > 0, place, -1), mask=ok)
-            whole = (share.to(tl.float64) * (1 << UNIT)).to(tl.int64)
-            tl.atomic_add(use + bin, whole, mask=counts, sem="relaxed")
+            _count_keys(x, g, alive, index, half, sub_count, sub_rank, use, H, K, N_SUB, UNIT, BH, BK)
+
+
+@triton.jit(do_not_specialize=["P", "S1", "W", "L", "start", "per", "first", "L_out", "tables", "begin"])
+def _search_and_read_kernel(
+    q,
+    keys,
+    work,
+    pairs,
+    index,
+    half,
+    slots,
+    weights,
+    tables,
+    begin,
+    eps,
+    numbers,
+    values,
+    held,
+    pool,
+    P,
+    S1,
+    o,
+    kept,
+    v,
+    target,
+    known,
+    real,
+    due,
+    gate,
+    residual,
+    peak,
+    count,
+    rank,
+    sub_count,
+    sub_rank,
+    use,
+    W,
+    L,
+    start,
+    per,
+    first,
+    L_out,
+    F: tl.constexpr,
+    TOP: tl.constexpr,
+    WORDS: tl.constexpr,
+    BW: tl.constexpr,
+    BITS: tl.constexpr,
+    BM: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+    BF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BP: tl.constexpr,
+    IDW: tl.constexpr,
+    E: tl.constexpr,
+    V: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    N_SUB: tl.constexpr,
+    WRITES: tl.constexpr,
+    KEYS: tl.constexpr,
+    GATED: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    UNIT: tl.constexpr,
+    BE: tl.constexpr,
+    BH: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """The same for one head, from the marks of a search on: a token's slots, and at once what it reads."""
+    x = tl.program_id(0).to(tl.int64)
+    place_of, slot, weight = _choose(
+        *(x, q, keys, work, pairs, index, half, slots, weights, per, 1, N_SUB, tables, begin, eps),
+        *(F, TOP, WORDS, BW, BITS, BM, BR, BC, BF, PAIRS, BP, IDW),
+    )
+    n, g = x // W, x // per
+    tick = n * L + start + x - n * W
+    c, e = tl.arange(0, BV), tl.arange(0, BE)
+    ok, at = e < E, x * E + e
+    slot, weight = _in_order(place_of, slot, weight, e)
+    slot = tl.where(ok, slot, 0)
+    number = slot
+    if numbers is not None:
+        number = tl.load(numbers + g * S1 + slot, mask=ok, other=0)
+        if kept is not None:
+            tl.store(kept + at, number, mask=ok)
+    rows = _rows(number, slot, ok, values, held, pool, P, c, V, numbers is not None)
+    total = tl.sum(rows * weight[:, None], 0)
+    out = n * L_out + start - first + x - n * W
+    tl.store(o + out * V + c, total.to(o.dtype.element_ty), mask=c < V)
+    if WRITES:
+        alive, now = _residual(
+            x, n, tick, total, c, v, target, known, due, gate, residual, peak, L, V, GATED, NORMALIZE
+        )
+        _count(at, g * S1 + slot, ok, alive, count, rank)
+        if KEYS:
+            alive = tl.load(real + tick).to(tl.int32) * now
+            _count_keys(x, g, alive, index, half, sub_count, sub_rank, use, H, K, N_SUB, UNIT, BH, BK)
 
 
 @triton.jit
@@ -174,30 +324,6 @@ def _piece(size, PIECE: tl.constexpr, MOST: tl.constexpr):
     """Entries of a piece of a bin of `size` entries, and how many pieces it has."""
     length = tl.maximum((size + (MOST - 1)) // MOST, PIECE)
     return length, (size + length - 1) // length
-
-
-@triton.jit
-def _runs(head, bin, count, begin, pieces, limit, cursor, PIECE: tl.constexpr, MOST: tl.constexpr):
-    """A run of places for the entries of every bin, and the pieces in which they are added up.
-
-    head: whether a lane speaks for a bin. begin: of every bin, its first place.
-    pieces: `[5, limit]`, of every piece its bin, first place and entries, the bin's entries, and where the bin is added up if
-    it has several (-1: it has one). cursor: places, and 2^32 times pieces.
-    """
-    size = tl.load(count + bin, mask=head, other=0)
-    length, parts = _piece(size, PIECE, MOST)
-    both = size.to(tl.int64) + (parts.to(tl.int64) << 32)
-    first = tl.atomic_add(cursor, tl.sum(both, 0)) + tl.cumsum(both, 0) - both
-    start, part = (first & 0xFFFFFFFF).to(tl.int32), (first >> 32).to(tl.int32)
-    tl.store(begin + bin, start, mask=head)
-    shared = tl.where(parts > 1, start // PIECE, -1)  # a bin of several is longer than PIECE, so this is its own
-    for i in range(0, tl.max(parts, 0)):
-        to, ok = pieces + part + i, i < parts
-        tl.store(to, bin, mask=ok)
-        tl.store(to + limit, start + i * length, mask=ok)
-        tl.store(to + 2 * limit, tl.minimum(size - i * length, length), mask=ok)
-        tl.store(to + 3 * limit, size, mask=ok)
-        tl.store(to + 4 * limit, shared, mask=ok)
 
 
 @triton.jit
@@ -213,16 +339,13 @@ def _allocate_kernel(
     count,
     begin,
     pieces,
+    bound,
     numbers,
-    before,
     written,
     stamps,
-    index,
-    sub_rank,
     sub_count,
     sub_begin,
-    sub_pieces,
-    cursors,
+    cursor,
     used,
     P,
     S1,
@@ -231,37 +354,57 @@ def _allocate_kernel(
     stamp,
     blocks,
     E: tl.constexpr,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    N_SUB: tl.constexpr,
+    BINS: tl.constexpr,
     KEEP: tl.constexpr,
     PIECE: tl.constexpr,
-    SUB_PIECE: tl.constexpr,
     MOST: tl.constexpr,
     LINE: tl.constexpr,
 ):
-    """Places and pieces of the slots, each by the first of its entries, and a row for it; and those of the sub-keys.
+    """A run of places for the entries of every slot, by the first of them; the pieces in which they are added up; a row.
 
-    before: where the row of a slot was.
+    begin: of every slot, its first place; sub_begin: of every sub-key. bound: 0 at the first place of every slot.
+    pieces: `[6, entries]`, of every piece its first place and entries, the slot's first place and entries, where its row was
+    (-slot for the checkpoint's) and where it is to go.
+    cursor: places, and 2^32 times pieces. used: rows of the pool.
     """
-    block = tl.program_id(0)
+    block, lane = tl.program_id(0), tl.arange(0, LINE)
     if block < blocks:
-        entry = block * LINE + tl.arange(0, LINE)
-        head = tl.load(rank + entry, mask=entry < entries, other=-1) == 0
+        entry = block * LINE + lane
         g = entry // (per * E)
-        slot = g * S1 + tl.load(slots + entry, mask=head, other=0)
-        _runs(head, slot, count, begin, pieces, entries, cursors, PIECE, MOST)
+        own = tl.load(slots + entry, mask=entry < entries, other=0)
+        head = tl.load(rank + entry, mask=entry < entries, other=-1) == 0
+        slot = g * S1 + own
+        size = tl.load(count + slot, mask=head, other=0)
         old = tl.load(numbers + slot, mask=head, other=0)
-        tl.store(before + slot, old, mask=head)
+        length, parts = _piece(size, PIECE, MOST)
+        both = size.to(tl.int64) + (parts.to(tl.int64) << 32)
         fresh = (head & ((old <= P) | KEEP)).to(tl.int32)
-        place = P + tl.atomic_add(used, tl.sum(fresh, 0)) + tl.cumsum(fresh, 0)
-        tl.store(numbers + slot, place, mask=fresh > 0)
+        first = tl.atomic_add(cursor, tl.sum(both, 0), sem="relaxed") + tl.cumsum(both, 0) - both
+        row = tl.atomic_add(used, tl.sum(fresh, 0), sem="relaxed").to(tl.int32) + tl.cumsum(fresh, 0) + P
+        new = tl.where(fresh > 0, row, old)
+        begins, part = (first & 0xFFFFFFFF).to(tl.int32), (first >> 32).to(tl.int32)
+        tl.store(begin + slot, begins, mask=head)
+        tl.store(bound + begins, 0, mask=head)
+        tl.store(count + slot, 0, mask=head)
+        tl.store(numbers + slot, new, mask=fresh > 0)
         tl.store(written + slot, tl.load(stamps + g, mask=head, other=0) + stamp, mask=head)
+        source = tl.where(old > 0, old, -own)
+        for i in range(0, tl.max(parts, 0)):
+            to, ok = pieces + part + i, i < parts
+            tl.store(to, begins + i * length, mask=ok)
+            tl.store(to + entries, tl.minimum(size - i * length, length), mask=ok)
+            tl.store(to + 2 * entries, begins, mask=ok)
+            tl.store(to + 3 * entries, size, mask=ok)
+            tl.store(to + 4 * entries, source, mask=ok)
+            tl.store(to + 5 * entries, new, mask=ok)
     else:
-        at = (block - blocks) * LINE + tl.arange(0, LINE)
-        some = tl.load(sub_rank + at, mask=at < 2 * entries, other=-1) == 0
-        bin = _sub_bin(at // K, tl.load(index + at, mask=some, other=0), per, H, N_SUB)
-        _runs(some, bin, sub_count, sub_begin, sub_pieces, 2 * entries, cursors + 1, SUB_PIECE, MOST)
+        g = block - blocks
+        before = g * per * 2 * E
+        for start in range(0, BINS, LINE):
+            at, ok = g * BINS + start + lane, start + lane < BINS
+            size = tl.load(sub_count + at, mask=ok, other=0)
+            tl.store(sub_begin + at, before + tl.cumsum(size, 0) - size, mask=ok)
+            before += tl.sum(size, 0)
 
 
 @triton.jit(do_not_specialize=["S1", "per", "entries", "blocks", "sub_blocks"])
@@ -303,21 +446,22 @@ def _place_kernel(
 ):
     """Put every entry into its place, with its weight; those of the sub-keys with their weights in the gradient.
 
-    bound, sub_bound: the largest number that an entry of a slot adds, and one of a memory's sub-keys, as bits.
+    bound, sub_bound: the largest number that an entry of a slot adds, at its first place, and one of a memory's sub-keys, as bits.
     sub_blocks: programs of a memory.
     """
     block = tl.program_id(0)
     if block < blocks:
         entry = block * LINE + tl.arange(0, LINE)
-        behind = tl.load(rank + entry, mask=entry < entries, other=-1)
+        inside = entry < entries
+        behind = tl.load(rank + entry, mask=inside, other=-1)
+        slot = entry // (per * E) * S1 + tl.load(slots + entry, mask=inside, other=0)
+        weight = tl.load(weights + entry, mask=inside, other=0.0)
+        most = tl.load(peak + entry // E, mask=inside, other=0.0)
         some = behind >= 0
-        slot = entry // (per * E) * S1 + tl.load(slots + entry, mask=some, other=0)
-        weight = tl.load(weights + entry, mask=some, other=0.0)
-        to = tl.load(begin + slot, mask=some, other=0) + behind
-        tl.store(entry_row + to, entry // E, mask=some)
-        tl.store(entry_weight + to, weight, mask=some)
-        adds = tl.abs(weight * tl.load(peak + entry // E, mask=some, other=0.0))
-        tl.atomic_max(bound + slot, adds.to(tl.int32, bitcast=True), mask=some, sem="relaxed")
+        first = tl.load(begin + slot, mask=some, other=0)
+        tl.store(entry_row + first + behind, entry // E, mask=some)
+        tl.store(entry_weight + first + behind, weight, mask=some)
+        tl.atomic_max(bound + first, tl.abs(weight * most).to(tl.int32, bitcast=True), mask=some, sem="relaxed")
     else:
         g = (block - blocks) // sub_blocks
         r, j = (block - blocks) % sub_blocks * ROWS + tl.arange(0, ROWS), tl.arange(0, BK)
@@ -351,17 +495,16 @@ def _place_kernel(
 
 
 @triton.jit
-def _joined(total, shared, whole, sums, finished, c, V: tl.constexpr, PIECE: tl.constexpr, MOST: tl.constexpr):
-    """Whether this piece of a bin is the last of `whole` entries to be added up, and then the sum of all.
+def _joined(total, shared, parts, sums, finished, c, V: tl.constexpr):
+    """Whether this piece is the last of `parts` to be added up, and then the sum of all.
 
-    sums: float64, of the bins of several pieces; 0 before and after. finished: how many of their pieces are.
+    sums: float64, at `shared` of those in several pieces; 0 before and after. finished: how many of their pieces are.
     """
-    last = shared < 0
-    if shared >= 0:
+    last = parts == 1
+    if parts > 1:
         own = sums + shared.to(tl.int64) * V + c
         tl.atomic_add(own, total, mask=c < V, sem="relaxed")
         tl.debug_barrier()
-        _length, parts = _piece(whole, PIECE, MOST)
         last = tl.atomic_add(finished + shared, 1, sem="acq_rel") == parts - 1
         if last:
             total = tl.load(own, mask=c < V, other=0.0, cache_modifier=".cg")
@@ -370,12 +513,10 @@ def _joined(total, shared, whole, sums, finished, c, V: tl.constexpr, PIECE: tl.
     return last, total
 
 
-@triton.jit(do_not_specialize=["P", "S1", "rate", "entries"])
-def _write_kernel(
+@triton.jit
+def _write_piece(
+    i,
     pieces,
-    numbers,
-    before,
-    count,
     bound,
     entry_row,
     entry_weight,
@@ -385,93 +526,152 @@ def _write_kernel(
     pool,
     sums,
     finished,
-    cursors,
     P,
-    S1,
     rate,
     entries,
     V: tl.constexpr,
     AVERAGE: tl.constexpr,
     PIECE: tl.constexpr,
     MOST: tl.constexpr,
-    PROGRAMS: tl.constexpr,
     BE: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """One piece of a slot's entries after the other: what they add to its row."""
+    """One piece of a slot's entries: what they add to its row."""
     c, e = tl.arange(0, BV), tl.arange(0, BE)
-    for i in range(tl.program_id(0), (tl.load(cursors) >> 32).to(tl.int32), PROGRAMS):
-        slot, start, size = tl.load(pieces + i), tl.load(pieces + entries + i), tl.load(pieces + 2 * entries + i)
-        whole, shared = tl.load(pieces + 3 * entries + i), tl.load(pieces + 4 * entries + i)
-        one = tl.zeros([1], tl.int32)
-        old = tl.load(before + slot) + one
-        row = tl.reshape(_rows(old, slot % S1 + one, one == 0, values, held, pool, P, c, V, True), [BV])
-        new = (tl.load(numbers + slot) - 1 - P).to(tl.int64)
-        if whole == 1:
-            step = read(residual + tl.load(entry_row + start).to(tl.int64) * V + c, c < V)
-            total = (tl.load(entry_weight + start) * step).to(tl.float64)
-        else:
-            unit = _unit(tl.load(bound + slot))
-            total = tl.zeros([BV], tl.float64)
-            for first in range(0, size, BE):
-                ok = first + e < size
-                from_row = tl.load(entry_row + start + first + e, mask=ok, other=0).to(tl.int64)[:, None] * V
-                weight = tl.load(entry_weight + start + first + e, mask=ok, other=0.0)
-                step = read(residual + from_row + c[None, :], ok[:, None] & (c < V)[None, :]) * weight[:, None]
-                total += tl.sum((step.to(tl.float64) + unit) - unit, 0)
-        last, total = _joined(total, shared, whole, sums, finished, c, V, PIECE, MOST)
-        if last:
-            change = total.to(tl.float32) * (rate / (whole if AVERAGE else 1))
-            tl.store(pool + new * V + c, row + change, mask=c < V)
-            tl.store(count + slot, 0)
-            tl.store(bound + slot, 0)
+    start, size = tl.load(pieces + i), tl.load(pieces + entries + i)
+    slot_start, whole = tl.load(pieces + 2 * entries + i), tl.load(pieces + 3 * entries + i)
+    one = tl.zeros([1], tl.int32)
+    old, new = tl.load(pieces + 4 * entries + i) + one, (tl.load(pieces + 5 * entries + i) - 1 - P).to(tl.int64)
+    row = tl.reshape(_rows(old, -old, one == 0, values, held, pool, P, c, V, True), [BV])
+    if whole == 1:
+        step = read(residual + tl.load(entry_row + start).to(tl.int64) * V + c, c < V)
+        total = (tl.load(entry_weight + start) * step).to(tl.float64)
+    else:
+        unit = _unit(tl.load(bound + slot_start))
+        sum = tl.zeros([BE, BV], tl.float64)
+        for first in range(0, size, BE):
+            ok = first + e < size
+            from_row = tl.load(entry_row + start + first + e, mask=ok, other=0).to(tl.int64)[:, None] * V
+            weight = tl.load(entry_weight + start + first + e, mask=ok, other=0.0)
+            step = read(residual + from_row + c[None, :], ok[:, None] & (c < V)[None, :]) * weight[:, None]
+            sum += (step.to(tl.float64) + unit) - unit
+        total = tl.sum(sum, 0)
+    _length, parts = _piece(whole, PIECE, MOST)
+    last, total = _joined(total, slot_start // PIECE, parts, sums, finished, c, V)
+    if last:
+        change = total.to(tl.float32) * (rate / (whole if AVERAGE else 1))
+        tl.store(pool + new * V + c, row + change, mask=c < V)
 
 
-@triton.jit(do_not_specialize=["rate", "limit"])
-def _keys_kernel(
-    sub_pieces,
+@triton.jit
+def _write_key(
+    bin,
+    split,
     q,
     keys,
     new_keys,
     sub_count,
+    sub_begin,
     sub_bound,
     sub_row,
     sub_weight,
     sums,
     finished,
-    cursors,
     rate,
-    limit,
+    splits,
     BINS: tl.constexpr,
     F: tl.constexpr,
     IDW: tl.constexpr,
     PIECE: tl.constexpr,
-    MOST: tl.constexpr,
-    PROGRAMS: tl.constexpr,
     BE: tl.constexpr,
     BF: tl.constexpr,
 ):
-    """One piece of a sub-key's entries after the other: its gradient step. BINS: sub-keys of a memory."""
+    """One of the pieces of a sub-key's entries, at most `splits`: its gradient step. BINS: sub-keys of a memory."""
     f, e = tl.arange(0, BF), tl.arange(0, BE)
-    for i in range(tl.program_id(0), (tl.load(cursors) >> 32).to(tl.int32), PROGRAMS):
-        bin, start = tl.load(sub_pieces + i), tl.load(sub_pieces + limit + i)
-        size, whole = tl.load(sub_pieces + 2 * limit + i), tl.load(sub_pieces + 3 * limit + i)
-        shared, at = tl.load(sub_pieces + 4 * limit + i), bin.to(tl.int64) * F + f
-        key, unit = tl.load(keys + at, mask=f < F, other=0.0), _unit(tl.load(sub_bound + bin // BINS))
-        total = tl.zeros([BF], tl.float64)
-        for first in range(0, size, BE):
-            ok = first + e < size
-            row = tl.load(sub_row + start + first + e, mask=ok, other=0).to(tl.int64)[:, None] * F
-            weight = tl.load(sub_weight + start + first + e, mask=ok, other=0.0)
+    size, begins = tl.load(sub_count + bin), tl.load(sub_begin + bin)
+    length = tl.maximum((size + splits - 1) // splits, PIECE)
+    parts = tl.maximum((size + length - 1) // length, 1)
+    if split < parts:
+        at, unit = bin.to(tl.int64) * F + f, _unit(tl.load(sub_bound + bin // BINS))
+        key = tl.load(keys + at, mask=f < F, other=0.0)
+        start, end = split * length, tl.minimum(split * length + length, size)
+        sum = tl.zeros([BE, BF], tl.float64)
+        for first in range(start, end, BE):
+            ok = first + e < end
+            row = tl.load(sub_row + begins + first + e, mask=ok, other=0).to(tl.int64)[:, None] * F
+            weight = tl.load(sub_weight + begins + first + e, mask=ok, other=0.0)
             query = read(q + row + f[None, :], ok[:, None] & (f < F)[None, :]).to(tl.float32)
             if IDW:
                 query = query - key[None, :]
             step = query * weight[:, None]
-            total += tl.sum((step.to(tl.float64) + unit) - unit, 0)
-        last, total = _joined(total, shared, whole, sums, finished, f, F, PIECE, MOST)
+            sum += (step.to(tl.float64) + unit) - unit
+        last, total = _joined(tl.sum(sum, 0), begins // PIECE, parts, sums, finished, f, F)
         if last:
             tl.store(new_keys + at, key - rate * total.to(tl.float32), mask=f < F)
             tl.store(sub_count + bin, 0)
+
+
+@triton.jit(do_not_specialize=["P", "rate", "entries", "key_rate", "items", "splits"])
+def _write_kernel(
+    pieces,
+    bound,
+    entry_row,
+    entry_weight,
+    residual,
+    values,
+    held,
+    pool,
+    sums,
+    finished,
+    cursor,
+    q,
+    keys,
+    new_keys,
+    sub_count,
+    sub_begin,
+    sub_bound,
+    sub_row,
+    sub_weight,
+    sub_sums,
+    sub_finished,
+    P,
+    rate,
+    entries,
+    key_rate,
+    items,
+    splits,
+    V: tl.constexpr,
+    AVERAGE: tl.constexpr,
+    PIECE: tl.constexpr,
+    MOST: tl.constexpr,
+    BE: tl.constexpr,
+    BV: tl.constexpr,
+    MOVES: tl.constexpr,
+    BINS: tl.constexpr,
+    F: tl.constexpr,
+    IDW: tl.constexpr,
+    SUB_PIECE: tl.constexpr,
+    SUB_BE: tl.constexpr,
+    BF: tl.constexpr,
+):
+    """The rows, one piece after the other, and in every other program the sub-keys. items: pieces of sub-keys."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    rows = True
+    if MOVES:
+        rows = program % 2 == 0
+        program, programs = program // 2, programs // 2
+    if rows:
+        for i in range(program, (tl.load(cursor) >> 32).to(tl.int32), programs):
+            _write_piece(
+                *(i, pieces, bound, entry_row, entry_weight, residual, values, held, pool, sums, finished),
+                *(P, rate, entries, V, AVERAGE, PIECE, MOST, BE, BV),
+            )
+    elif MOVES:
+        for i in range(program, items, programs):
+            _write_key(
+                *(i // splits, i % splits, q, keys, new_keys, sub_count, sub_begin, sub_bound, sub_row, sub_weight),
+                *(sub_sums, sub_finished, key_rate, splits, BINS, F, IDW, SUB_PIECE, SUB_BE, BF),
+            )
 
 
 @triton.jit(do_not_specialize=["P", "M", "halvings", "T", "C"])
@@ -621,21 +821,19 @@ class Table:
         self.line = self.size // 4 * 4 + 4  # more by 1 to 4: for the unused places of the state's lists, and aligned
         if updates or self.places:
             self.numbers, self.written, *counts = torch.zeros(
-                5 if updates else 2, self.groups, self.line, dtype=torch.int32, device=device
+                3 if updates else 2, self.groups, self.line, dtype=torch.int32, device=device
             )
         if self.places:
             self.numbers.scatter_(1, state.slots, state.where.int() + 1)  # type: ignore[union-attr]
             self.written.scatter_(1, state.slots, state.written.int())
         if updates:
             self.stamps = self.written.amax(1)
-            self.count, self.bounds, self.before = counts
+            self.count = counts[0]
             self.begin = torch.empty_like(self.count)
             self.sub_count, self.sub_begin = torch.zeros(2, bins, dtype=torch.int32, device=device)
             self.sub_bounds = torch.zeros(updates, triton.cdiv(self.groups, 4) * 4, dtype=torch.int32, device=device)
             self.use = torch.zeros(updates, bins, dtype=torch.int64, device=device)
-            self.cursors = torch.zeros(
-                updates + 1, 2, dtype=torch.int64, device=device
-            )  # the last row: rows of the pool
+            self.cursors = torch.zeros(updates + 1, 2, dtype=torch.int64, device=device)  # last: rows of the pool
             # of a chunk, from when it is read until it is written: residuals, the largest number of each, and which of its
             # slot's (its sub-key's) an entry is, -1 where it is none; then the pieces, and the entries slot by slot
             entries = tokens * self.entries
@@ -643,12 +841,12 @@ class Table:
                 torch.empty(tokens, self.width, device=device),
                 torch.empty(tokens, device=device),
             )
-            ints = torch.empty(6, entries, dtype=torch.int32, device=device)
-            self.rank, self.entry_row, self.sub_rank, self.sub_row = ints[0], ints[1], ints[2:4], ints[4:6]
+            ints = torch.empty(7, entries, dtype=torch.int32, device=device)
+            self.rank, self.entry_row, self.bound_of = ints[:3]
+            self.sub_rank, self.sub_row = ints[3:5], ints[5:7]
             floats = torch.empty(3, entries, device=device)
             self.entry_weight, self.sub_weight = floats[0], floats[1:]
-            self.pieces = torch.empty(5, entries, dtype=torch.int32, device=device)
-            self.sub_pieces = torch.empty(5, 2 * entries, dtype=torch.int32, device=device)
+            self.pieces = torch.empty(6, entries, dtype=torch.int32, device=device)
             # rows and sub-keys that are added up in several pieces
             large = [entries // PIECE + 1, 2 * entries // SUB_PIECE + 1]
             self.sums = torch.zeros(large[0], self.width, dtype=torch.float64, device=device)
@@ -661,125 +859,113 @@ class Table:
             self.pool = self.held.new_empty(min(self.limit, room), self.width)
             self.bound = 0
 
-    def read(self, found: Any, o: Tensor, chunk: Chunk, write: bool) -> Tensor | None:
-        """Read the slots `found` of a chunk into `o` `[N, ticks, V]`; `write` keeps what writing it needs.
+    def read(self, q: Tensor, keys: Tensor, o: Tensor, chunk: Chunk, write: bool) -> tuple[Found, Tensor | None]:
+        """Read what a chunk of queries `[G, T, H, K]` finds into `o` `[N, ticks, V]`; `write` keeps what writing it needs.
 
-        Returns: where the rows lie, int32 `[X * E]`, if they are to be found again (None: in `values`).
+        Returns: the slots, and where the rows lie, int32 `[X * E]`, if they are to be found again (None: in `values`).
         """
         tokens, options = o.shape[0] * chunk.width, self.options
+        arguments = (q, keys, options.top_k, options.score, options.score_eps)
         numbers = self.numbers if self.places or self.changed else None
         kept = None
         if self.keep and numbers is not None:
             kept = torch.empty(tokens * self.entries, dtype=torch.int32, device=o.device)
+        tail = (
+            *(numbers, self.values, self.held, self.pool, self.held.shape[0], self.line, o, kept),
+            *((chunk.v, chunk.target, chunk.known, chunk.real, chunk.due, chunk.gate) if write else [None] * 6),
+            *((self.residual, self.peak, self.count, self.rank) if write else [None] * 4),
+            *((self.sub_count, self.sub_rank, self.use[self.stamp]) if write else [None] * 3),
+            *(chunk.width, chunk.total, chunk.start, tokens // self.groups, chunk.first, chunk.read),
+        )
+        sizes = {
+            **{"E": self.entries, "V": self.width, "H": self.heads, "K": options.top_k, "N_SUB": self.sub},
+            **{"WRITES": write, "KEYS": options.address_loss, "GATED": options.gate_weighting},
+            **{"NORMALIZE": options.normalize_targets, "UNIT": UNIT},
+            "BH": triton.next_power_of_2(2 * self.heads),
+            "BK": triton.next_power_of_2(options.top_k),
+        }
+        tile = _tile(self.entries, self.width)
         with on_device(o):
+            if self.heads == 1 and options.top_k <= 16 and tile["BE"] >= options.top_k:
+                begun = begin(*arguments)
+                search_options = dict(begun.options)
+                search_options["BC"] = search_options.pop("BK")
+                _search_and_read_kernel[(tokens,)](
+                    *begun.arguments, *begun.numbers[3:], *tail, **search_options, **sizes, **tile
+                )
+                return begun.found, kept
+            found = search(*arguments)
             _read_kernel[(tokens,)](
-                *(found.slots, found.weights, numbers, self.values, self.held, self.pool, self.held.shape[0]),
-                *(self.line, o, kept),
-                *((found.index, found.half) if write else (None, None)),
-                *((chunk.v, chunk.target, chunk.known, chunk.real, chunk.due, chunk.gate) if write else [None] * 6),
-                *((self.residual, self.peak, self.count, self.rank) if write else [None] * 4),
-                *((self.sub_count, self.sub_rank, self.use[self.stamp]) if write else [None] * 3),
-                *(chunk.width, chunk.total, chunk.start, tokens // self.groups, chunk.first, chunk.read),
-                E=self.entries,
-                V=self.width,
-                H=self.heads,
-                K=options.top_k,
-                N_SUB=self.sub,
-                WRITES=write,
-                KEYS=options.address_loss,
-                GATED=options.gate_weighting,
-                NORMALIZE=options.normalize_targets,
-                UNIT=UNIT,
-                BH=triton.next_power_of_2(2 * self.heads),
-                BK=triton.next_power_of_2(options.top_k),
-                **_tile(self.entries, self.width),
-                num_warps=READ,
+                *(found.slots, found.weights, found.index, found.half), *tail, **sizes, **tile, num_warps=4
             )
-        return kept
+        return found, kept
 
-    def write(self, found: Any, q: Tensor, keys: Tensor, chunk: Chunk) -> Tensor:
+    def write(self, found: Found, q: Tensor, keys: Tensor, chunk: Chunk) -> Tensor:
         """Move the rows by what a chunk of queries `[G, T, H, K]` read, and the sub-keys `[G, 2, H, n, F]`: the new ones."""
         self._reserve()
         options, tokens, width, size = self.options, self.peak.shape[0], self.width, keys.shape[4]
-        entries, moves = tokens * self.entries, options.address_loss
+        entries, moves, bins = tokens * self.entries, options.address_loss, 2 * self.heads * self.sub
         P, line, per = self.held.shape[0], self.line, tokens // self.groups
-        cursors, use, sub_bound = self.cursors[self.stamp], self.use[self.stamp], self.sub_bounds[self.stamp]
+        cursor, use, sub_bound = self.cursors[self.stamp], self.use[self.stamp], self.sub_bounds[self.stamp]
         self.stamp += 1
         blocks, at_once = triton.cdiv(entries, LINE), max(1, 512 // triton.next_power_of_2(options.top_k))
         if options.score == "dot":
             at_once = min(at_once, max(1, 8192 // triton.next_power_of_2(size)))
         sub_blocks = triton.cdiv(per * 2 * self.heads, at_once)
-        sizes = {"E": self.entries, "H": self.heads, "K": options.top_k, "N_SUB": self.sub, "LINE": LINE}
-        wide, new_keys = _tile(1, width)["BV"], keys.clone() if moves else keys
+        splits = max(1, min(MOST, triton.cdiv(per, 4 * SUB_PIECE)))
+        items = self.groups * bins * splits if moves else 0
+        wide, new_keys = _tile(1, width)["BV"], torch.empty_like(keys) if moves else keys
         with on_device(q):
-            _allocate_kernel[(blocks + (triton.cdiv(2 * entries, LINE) if moves else 0),)](
-                *(found.slots, self.rank, self.count, self.begin, self.pieces, self.numbers, self.before, self.written),
-                *(self.stamps, found.index, self.sub_rank, self.sub_count, self.sub_begin, self.sub_pieces),
-                *(cursors, self.cursors[-1], P, line, per, entries, self.stamp, blocks),
-                **sizes,
+            _allocate_kernel[(blocks + (self.groups if moves else 0),)](
+                *(found.slots, self.rank, self.count, self.begin, self.pieces, self.bound_of, self.numbers),
+                *(self.written, self.stamps, self.sub_count, self.sub_begin, cursor, self.cursors[-1]),
+                *(P, line, per, entries, self.stamp, blocks),
+                E=self.entries,
+                BINS=bins,
                 KEEP=self.keep,
                 PIECE=PIECE,
-                SUB_PIECE=SUB_PIECE,
                 MOST=MOST,
-                num_warps=8,
+                LINE=LINE,
+                num_warps=4,
             )
             _place_kernel[(blocks + (self.groups * sub_blocks if moves else 0),)](
-                *(
-                    found.slots,
-                    found.weights,
-                    self.rank,
-                    self.begin,
-                    self.peak,
-                    self.bounds,
-                    self.entry_row,
-                    self.entry_weight,
-                ),
-                *(q, found.index, found.half, self.sub_rank, self.sub_begin, sub_bound, self.sub_row, self.sub_weight),
-                *(use, chunk.tokens, line, per, entries, blocks, sub_blocks),
-                **sizes,
+                *(found.slots, found.weights, self.rank, self.begin, self.peak, self.bound_of),
+                *(self.entry_row, self.entry_weight, q, found.index, found.half, self.sub_rank, self.sub_begin),
+                *(sub_bound, self.sub_row, self.sub_weight, use, chunk.tokens),
+                *(line, per, entries, blocks, sub_blocks),
+                E=self.entries,
+                H=self.heads,
+                K=options.top_k,
                 F=size,
+                N_SUB=self.sub,
                 IDW=options.score == "idw",
                 UNIT=UNIT,
+                LINE=LINE,
                 ROWS=at_once,
                 BK=triton.next_power_of_2(options.top_k),
                 BF=triton.next_power_of_2(size),
+                num_warps=4,
             )
-            _write_kernel[(min(PROGRAMS, entries),)](
-                *(
-                    self.pieces,
-                    self.numbers,
-                    self.before,
-                    self.count,
-                    self.bounds,
-                    self.entry_row,
-                    self.entry_weight,
-                    self.residual,
-                ),
-                *(self.values, self.held, self.pool, self.sums, self.finished, cursors),
-                *(P, line, options.value_lr, entries),
+            _write_kernel[(min(PROGRAMS, max(entries, items)) * (2 if moves else 1),)](
+                *(self.pieces, self.bound_of, self.entry_row, self.entry_weight, self.residual, self.values),
+                *(self.held, self.pool, self.sums, self.finished, cursor, q, keys, new_keys, self.sub_count),
+                *(self.sub_begin, sub_bound, self.sub_row, self.sub_weight, self.sub_sums, self.sub_finished),
+                *(P, options.value_lr, entries, options.key_lr, items, splits),
                 V=width,
                 AVERAGE=options.row_averaging,
                 PIECE=PIECE,
                 MOST=MOST,
-                PROGRAMS=PROGRAMS,
-                BE=min(WRITE[0], max(1, 2048 // wide)),
+                BE=min(4, max(1, 2048 // wide)),
                 BV=wide,
-                num_warps=WRITE[1],
+                MOVES=moves,
+                BINS=bins,
+                F=size,
+                IDW=options.score == "idw",
+                SUB_PIECE=SUB_PIECE,
+                SUB_BE=8,
+                BF=max(16, triton.next_power_of_2(size)),
+                num_warps=4,
             )
-            if moves:
-                _keys_kernel[(min(PROGRAMS, 2 * entries),)](
-                    *(self.sub_pieces, q, keys, new_keys, self.sub_count, sub_bound, self.sub_row, self.sub_weight),
-                    *(self.sub_sums, self.sub_finished, cursors[1:], options.key_lr, 2 * entries),
-                    BINS=2 * self.heads * self.sub,
-                    F=size,
-                    IDW=options.score == "idw",
-                    PIECE=SUB_PIECE,
-                    MOST=MOST,
-                    PROGRAMS=PROGRAMS,
-                    BE=KEYS[0],
-                    BF=max(16, triton.next_power_of_2(size)),
-                    num_warps=KEYS[1],
-                )
         self.changed = True
         return new_keys
 
