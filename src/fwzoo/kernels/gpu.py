@@ -7,6 +7,7 @@ because its 16-bit arithmetic is not right. Kernels read strides from shapes: ev
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,24 +46,37 @@ def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
 
     Arguments that the kernel has no parameter for are left out, but for num_warps and num_stages.
     """
-    given: list[Any] = [arguments.get(name) for name in kernel.arg_names]
-    options = {name: arguments[name] for name in ("num_warps", "num_stages") if name in arguments}
+    given = [arguments.get(name) for name in kernel.arg_names]
+    start(kernel, grid, given, {name: arguments[name] for name in ("num_warps", "num_stages") if name in arguments})
+
+
+def start(kernel: Any, grid: tuple[int, ...], given: Sequence[Any], options: dict[str, Any]) -> None:
+    """`launch` with the first arguments in the kernel's order; options: the others, num_warps and num_stages."""
+    others = kernel.arg_names[len(given) :]
+    given = [*given, *(options.get(name) for name in others)]
+    settings = {name: x for name, x in options.items() if name in ("num_warps", "num_stages")}
     if INTERPRETING:
-        kernel[grid](*given, **options)
+        kernel[grid](*given, **settings)
         return
-    key: list[Any] = [kernel, given[0].get_device(), *options.values()]
-    for parameter, x in zip(kernel.params, given, strict=True):
+    key: list[Any] = [kernel, given[0].get_device(), *settings.values()]
+    for unspecialized, x in zip(_unspecialized(kernel), given, strict=True):
         if isinstance(x, Tensor):
             key += x.dtype, x.data_ptr() % 16
-        elif parameter.is_constexpr or not parameter.do_not_specialize:
+        elif not unspecialized or x is None:
             key.append(x)
-        elif isinstance(x, int):
+        else:
             key.append(-(2**31) <= x < 2**31)
     compiled = _COMPILED.get(tuple(key))
     if compiled is None:
-        _COMPILED[tuple(key)] = kernel[grid](*given, **options)
+        _COMPILED[tuple(key)] = kernel[grid](*given, **settings)
     else:
         compiled[(*grid, 1, 1)[:3]](*given)
+
+
+@functools.cache
+def _unspecialized(kernel: Any) -> list[bool]:
+    """Which parameters of a kernel are numbers that it is compiled once for."""
+    return [not x.is_constexpr and x.do_not_specialize for x in kernel.params]
 
 
 def custom(

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .contract import INTERPRETING
-from .gpu import on_device
+from .gpu import on_device, start
 from .gpu import read as read_values
 
 MOST_IN_BLOCK = 512  # sub-keys that a program scores: their scores stay in registers
@@ -578,8 +578,8 @@ def begin(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float) -> Begun:
     )
     grid = (-(-tokens // plan.block_t), plan.tables * plan.score["BLOCKS"], groups)
     with on_device(q):
-        _prepare[(tables, plan.rows // 16)](keys, rounded, work, n, **plan.prepare)
-        _candidates[grid](q, rounded, work, tokens, heads, n, UNSURE, **plan.score, IDW=idw)
+        start(_prepare, (tables, plan.rows // 16), (keys, rounded, work, n), plan.prepare)
+        start(_candidates, grid, (q, rounded, work, tokens, heads, n, UNSURE), {**plan.score, "IDW": idw})
     return Begun(
         found,
         (q, keys, work, _pairs(top_k, q.device), found.index, found.half, found.slots, found.weights),
@@ -591,15 +591,17 @@ def begin(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float) -> Begun:
 def _search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float, reading: Any) -> Found:
     begun = begin(q, keys, top_k, score, eps)
     with on_device(q):
-        _finish[(begun.found.slots.shape[:3].numel(),)](
-            *begun.arguments,
-            *(reading or (None,) * 5),
-            *begun.numbers,
-            **begun.options,
-            **_row_options(top_k, reading[0] if reading else None),
-            READ=reading is not None,
-            PLACED=reading is not None and reading[2] is not None,
-            KEEP=reading is not None and reading[3] is not None,
+        start(
+            _finish,
+            (begun.found.slots.shape[:3].numel(),),
+            (*begun.arguments, *(reading or (None,) * 5), *begun.numbers),
+            {
+                **begun.options,
+                **_row_options(top_k, reading[0] if reading else None),
+                "READ": reading is not None,
+                "PLACED": reading is not None and reading[2] is not None,
+                "KEEP": reading is not None and reading[3] is not None,
+            },
         )
     return begun.found
 

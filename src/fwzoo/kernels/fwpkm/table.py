@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gpu import on_device, read
+from ..gpu import on_device, read, start
 from ..product_key_search import Found, _choose, _in_order, begin, search
 from .state import FwpkmState, Options
 
@@ -185,7 +185,7 @@ def _read_kernel(
     UNIT: tl.constexpr,
     BE: tl.constexpr,
     BH: tl.constexpr,
-    BK: tl.constexpr,
+    BJ: tl.constexpr,
     BV: tl.constexpr,
 ):
     """What one token reads; when its chunk is written, also its residual, and its entries are counted."""
@@ -218,7 +218,7 @@ def _read_kernel(
             _count(at, g * S1 + tl.load(slots + at, mask=ok, other=0), ok, alive, count, rank)
         if KEYS:
             alive = tl.load(real + tick).to(tl.int32) * now
-            _count_keys(x, g, alive, index, half, sub_count, sub_rank, use, H, K, N_SUB, UNIT, BH, BK)
+            _count_keys(x, g, alive, index, half, sub_count, sub_rank, use, H, K, N_SUB, UNIT, BH, BJ)
 
 
 @triton.jit(do_not_specialize=["P", "S1", "W", "L", "start", "per", "first", "L_out", "tables", "begin"])
@@ -268,7 +268,7 @@ def _search_and_read_kernel(
     BITS: tl.constexpr,
     BM: tl.constexpr,
     BR: tl.constexpr,
-    BC: tl.constexpr,
+    BK: tl.constexpr,
     BF: tl.constexpr,
     PAIRS: tl.constexpr,
     BP: tl.constexpr,
@@ -285,14 +285,14 @@ def _search_and_read_kernel(
     UNIT: tl.constexpr,
     BE: tl.constexpr,
     BH: tl.constexpr,
-    BK: tl.constexpr,
+    BJ: tl.constexpr,
     BV: tl.constexpr,
 ):
     """The same for one head, from the marks of a search on: a token's slots, and at once what it reads."""
     x = tl.program_id(0).to(tl.int64)
     place_of, slot, weight = _choose(
         *(x, q, keys, work, pairs, index, half, slots, weights, per, 1, N_SUB, tables, begin, eps),
-        *(F, TOP, WORDS, BW, BITS, BM, BR, BC, BF, PAIRS, BP, IDW),
+        *(F, TOP, WORDS, BW, BITS, BM, BR, BK, BF, PAIRS, BP, IDW),
     )
     n, g = x // W, x // per
     tick = n * L + start + x - n * W
@@ -316,7 +316,7 @@ def _search_and_read_kernel(
         _count(at, g * S1 + slot, ok, alive, count, rank)
         if KEYS:
             alive = tl.load(real + tick).to(tl.int32) * now
-            _count_keys(x, g, alive, index, half, sub_count, sub_rank, use, H, K, N_SUB, UNIT, BH, BK)
+            _count_keys(x, g, alive, index, half, sub_count, sub_rank, use, H, K, N_SUB, UNIT, BH, BJ)
 
 
 @triton.jit
@@ -398,13 +398,13 @@ def _allocate_kernel(
             tl.store(to + 4 * entries, source, mask=ok)
             tl.store(to + 5 * entries, new, mask=ok)
     else:
-        g = block - blocks
-        before = g * per * 2 * E
+        memory = block - blocks
+        before = memory * per * 2 * E
         for start in range(0, BINS, LINE):
-            at, ok = g * BINS + start + lane, start + lane < BINS
-            size = tl.load(sub_count + at, mask=ok, other=0)
-            tl.store(sub_begin + at, before + tl.cumsum(size, 0) - size, mask=ok)
-            before += tl.sum(size, 0)
+            bin, real = memory * BINS + start + lane, start + lane < BINS
+            entries_of = tl.load(sub_count + bin, mask=real, other=0)
+            tl.store(sub_begin + bin, before + tl.cumsum(entries_of, 0) - entries_of, mask=real)
+            before += tl.sum(entries_of, 0)
 
 
 @triton.jit(do_not_specialize=["S1", "per", "entries", "blocks", "sub_blocks"])
@@ -456,12 +456,12 @@ def _place_kernel(
         behind = tl.load(rank + entry, mask=inside, other=-1)
         slot = entry // (per * E) * S1 + tl.load(slots + entry, mask=inside, other=0)
         weight = tl.load(weights + entry, mask=inside, other=0.0)
-        most = tl.load(peak + entry // E, mask=inside, other=0.0)
+        peaks = tl.load(peak + entry // E, mask=inside, other=0.0)
         some = behind >= 0
         first = tl.load(begin + slot, mask=some, other=0)
         tl.store(entry_row + first + behind, entry // E, mask=some)
         tl.store(entry_weight + first + behind, weight, mask=some)
-        tl.atomic_max(bound + first, tl.abs(weight * most).to(tl.int32, bitcast=True), mask=some, sem="relaxed")
+        tl.atomic_max(bound + first, tl.abs(weight * peaks).to(tl.int32, bitcast=True), mask=some, sem="relaxed")
     else:
         g = (block - blocks) // sub_blocks
         r, j = (block - blocks) % sub_blocks * ROWS + tl.arange(0, ROWS), tl.arange(0, BK)
@@ -882,22 +882,18 @@ class Table:
             **{"WRITES": write, "KEYS": options.address_loss, "GATED": options.gate_weighting},
             **{"NORMALIZE": options.normalize_targets, "UNIT": UNIT},
             "BH": triton.next_power_of_2(2 * self.heads),
-            "BK": triton.next_power_of_2(options.top_k),
+            "BJ": triton.next_power_of_2(options.top_k),
         }
         tile = _tile(self.entries, self.width)
         with on_device(o):
             if self.heads == 1 and options.top_k <= 16 and tile["BE"] >= options.top_k:
                 begun = begin(*arguments)
-                search_options = dict(begun.options)
-                search_options["BC"] = search_options.pop("BK")
-                _search_and_read_kernel[(tokens,)](
-                    *begun.arguments, *begun.numbers[3:], *tail, **search_options, **sizes, **tile
-                )
+                given = (*begun.arguments, *begun.numbers[3:], *tail)
+                start(_search_and_read_kernel, (tokens,), given, {**sizes, **tile, **begun.options})
                 return begun.found, kept
             found = search(*arguments)
-            _read_kernel[(tokens,)](
-                *(found.slots, found.weights, found.index, found.half), *tail, **sizes, **tile, num_warps=4
-            )
+            given = (found.slots, found.weights, found.index, found.half, *tail)
+            start(_read_kernel, (tokens,), given, {**sizes, **tile, "num_warps": 4})
         return found, kept
 
     def write(self, found: Found, q: Tensor, keys: Tensor, chunk: Chunk) -> Tensor:
@@ -915,56 +911,47 @@ class Table:
         splits = max(1, min(MOST, triton.cdiv(per, 4 * SUB_PIECE)))
         items = self.groups * bins * splits if moves else 0
         wide, new_keys = _tile(1, width)["BV"], torch.empty_like(keys) if moves else keys
+        sizes = {
+            **{"E": self.entries, "H": self.heads, "K": options.top_k, "N_SUB": self.sub, "BINS": bins, "F": size},
+            **{"IDW": options.score == "idw", "PIECE": PIECE, "SUB_PIECE": SUB_PIECE, "MOST": MOST, "LINE": LINE},
+            **{"UNIT": UNIT, "BF": max(16, triton.next_power_of_2(size)), "num_warps": 4},
+        }
         with on_device(q):
-            _allocate_kernel[(blocks + (self.groups if moves else 0),)](
-                *(found.slots, self.rank, self.count, self.begin, self.pieces, self.bound_of, self.numbers),
-                *(self.written, self.stamps, self.sub_count, self.sub_begin, cursor, self.cursors[-1]),
-                *(P, line, per, entries, self.stamp, blocks),
-                E=self.entries,
-                BINS=bins,
-                KEEP=self.keep,
-                PIECE=PIECE,
-                MOST=MOST,
-                LINE=LINE,
-                num_warps=4,
+            start(
+                _allocate_kernel,
+                (blocks + (self.groups if moves else 0),),
+                (
+                    *(found.slots, self.rank, self.count, self.begin, self.pieces, self.bound_of, self.numbers),
+                    *(self.written, self.stamps, self.sub_count, self.sub_begin, cursor, self.cursors[-1]),
+                    *(P, line, per, entries, self.stamp, blocks),
+                ),
+                {**sizes, "KEEP": self.keep},
             )
-            _place_kernel[(blocks + (self.groups * sub_blocks if moves else 0),)](
-                *(found.slots, found.weights, self.rank, self.begin, self.peak, self.bound_of),
-                *(self.entry_row, self.entry_weight, q, found.index, found.half, self.sub_rank, self.sub_begin),
-                *(sub_bound, self.sub_row, self.sub_weight, use, chunk.tokens),
-                *(line, per, entries, blocks, sub_blocks),
-                E=self.entries,
-                H=self.heads,
-                K=options.top_k,
-                F=size,
-                N_SUB=self.sub,
-                IDW=options.score == "idw",
-                UNIT=UNIT,
-                LINE=LINE,
-                ROWS=at_once,
-                BK=triton.next_power_of_2(options.top_k),
-                BF=triton.next_power_of_2(size),
-                num_warps=4,
+            start(
+                _place_kernel,
+                (blocks + (self.groups * sub_blocks if moves else 0),),
+                (
+                    *(found.slots, found.weights, self.rank, self.begin, self.peak, self.bound_of),
+                    *(self.entry_row, self.entry_weight, q, found.index, found.half, self.sub_rank, self.sub_begin),
+                    *(sub_bound, self.sub_row, self.sub_weight, use, chunk.tokens),
+                    *(line, per, entries, blocks, sub_blocks),
+                ),
+                {**sizes, "ROWS": at_once, "BK": triton.next_power_of_2(options.top_k)},
             )
-            _write_kernel[(min(PROGRAMS, max(entries, items)) * (2 if moves else 1),)](
-                *(self.pieces, self.bound_of, self.entry_row, self.entry_weight, self.residual, self.values),
-                *(self.held, self.pool, self.sums, self.finished, cursor, q, keys, new_keys, self.sub_count),
-                *(self.sub_begin, sub_bound, self.sub_row, self.sub_weight, self.sub_sums, self.sub_finished),
-                *(P, options.value_lr, entries, options.key_lr, items, splits),
-                V=width,
-                AVERAGE=options.row_averaging,
-                PIECE=PIECE,
-                MOST=MOST,
-                BE=min(4, max(1, 2048 // wide)),
-                BV=wide,
-                MOVES=moves,
-                BINS=bins,
-                F=size,
-                IDW=options.score == "idw",
-                SUB_PIECE=SUB_PIECE,
-                SUB_BE=8,
-                BF=max(16, triton.next_power_of_2(size)),
-                num_warps=4,
+            start(
+                _write_kernel,
+                (min(PROGRAMS, max(entries, items)) * (2 if moves else 1),),
+                (
+                    *(self.pieces, self.bound_of, self.entry_row, self.entry_weight, self.residual, self.values),
+                    *(self.held, self.pool, self.sums, self.finished, cursor, q, keys, new_keys, self.sub_count),
+                    *(self.sub_begin, sub_bound, self.sub_row, self.sub_weight, self.sub_sums, self.sub_finished),
+                    *(P, options.value_lr, entries, options.key_lr, items, splits),
+                ),
+                {
+                    **sizes,
+                    **{"V": width, "AVERAGE": options.row_averaging, "MOVES": moves, "BV": wide},
+                    **{"BE": min(4, max(1, 2048 // wide)), "SUB_BE": 8},
+                },
             )
         self.changed = True
         return new_keys
