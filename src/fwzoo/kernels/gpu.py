@@ -47,10 +47,12 @@ def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
     Arguments that the kernel has no parameter for are left out, but for num_warps and num_stages.
     """
     given = [arguments.get(name) for name in kernel.arg_names]
-    start(kernel, grid, given, {name: arguments[name] for name in ("num_warps", "num_stages") if name in arguments})
+    launch_in_order(
+        kernel, grid, given, {name: arguments[name] for name in ("num_warps", "num_stages") if name in arguments}
+    )
 
 
-def start(kernel: Any, grid: tuple[int, ...], given: Sequence[Any], options: dict[str, Any]) -> None:
+def launch_in_order(kernel: Any, grid: tuple[int, ...], given: Sequence[Any], options: dict[str, Any]) -> None:
     """`launch` with the first arguments in the kernel's order; options: the others, num_warps and num_stages."""
     others = kernel.arg_names[len(given) :]
     given = [*given, *(options.get(name) for name in others)]

@@ -4,7 +4,7 @@ Imported only by the `triton` levels. Axis letters as in `product_keys`: G memor
 n sub-keys a half, k slots read, V value size; M candidates.
 
 Search in two stages that together are exact. `_candidates` scores all sub-keys on tensor cores (idw as 2 q.k - |k|^2, from
-sub-keys in 16 bit) and marks those that may be among the k best, given how wrong such a score can be. `_choose` scores these
+sub-keys in 16 bit) and marks those that may be among the k best, given how wrong such a score can be. `choose` scores these
 exactly (idw by differences) and takes the k best. Where more are marked than it has room for, it scores all of them.
 """
 
@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .contract import INTERPRETING
-from .gpu import on_device, start
+from .gpu import launch_in_order, on_device
 from .gpu import read as read_values
 
 MOST_IN_BLOCK = 512  # sub-keys that a program scores: their scores stay in registers
@@ -281,7 +281,7 @@ def _add_rows(
 
 
 @triton.jit
-def _choose(
+def choose(
     row,
     q,
     keys,
@@ -366,7 +366,7 @@ def _choose(
 
 
 @triton.jit
-def _in_order(place_of, slot, weight, e):
+def in_order(place_of, slot, weight, e):
     """Slots and weights of the places `e`."""
     here = place_of[None, :] == e[:, None]
     return tl.sum(tl.where(here, slot[None, :], 0), 1), tl.sum(tl.where(here, weight[None, :], 0.0), 1)
@@ -412,15 +412,15 @@ def _finish(
     PLACED: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """`_choose` for one token and head (READ: and its rows)."""
+    """`choose` for one token and head (READ: and its rows)."""
     row = tl.program_id(0).to(tl.int64)
-    place_of, slot, weight = _choose(
+    place_of, slot, weight = choose(
         *(row, q, keys, work, pairs, index, half, slots, weights, T, H, n, total, begin, eps),
         *(F, TOP, WORDS, BW, BITS, BM, BR, BK, BF, PAIRS, BP, IDW),
     )
     if READ:
         e = tl.arange(0, BE)
-        slot, weight = _in_order(place_of, slot, weight, e)
+        slot, weight = in_order(place_of, slot, weight, e)
         own = place
         if PLACED:
             own = place + row // (T * H) * (n * n)
@@ -548,7 +548,7 @@ def _plan(top_k: int, heads: int, n: int, half_size: int, many: bool) -> _Plan:
 
 
 class Begun(NamedTuple):
-    """A search whose candidates are marked: what `_choose` takes."""
+    """A search whose candidates are marked: what `choose` takes."""
 
     found: Found
     arguments: tuple[Any, ...]
@@ -556,7 +556,7 @@ class Begun(NamedTuple):
     options: dict[str, Any]
 
 
-def begin(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float) -> Begun:
+def begin_search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float) -> Begun:
     """The first stage of `search`."""
     groups, tokens, heads, size = q.shape
     n, half_size = keys.shape[3], size // 2
@@ -578,8 +578,8 @@ def begin(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float) -> Begun:
     )
     grid = (-(-tokens // plan.block_t), plan.tables * plan.score["BLOCKS"], groups)
     with on_device(q):
-        start(_prepare, (tables, plan.rows // 16), (keys, rounded, work, n), plan.prepare)
-        start(_candidates, grid, (q, rounded, work, tokens, heads, n, UNSURE), {**plan.score, "IDW": idw})
+        launch_in_order(_prepare, (tables, plan.rows // 16), (keys, rounded, work, n), plan.prepare)
+        launch_in_order(_candidates, grid, (q, rounded, work, tokens, heads, n, UNSURE), {**plan.score, "IDW": idw})
     return Begun(
         found,
         (q, keys, work, _pairs(top_k, q.device), found.index, found.half, found.slots, found.weights),
@@ -589,9 +589,9 @@ def begin(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float) -> Begun:
 
 
 def _search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float, reading: Any) -> Found:
-    begun = begin(q, keys, top_k, score, eps)
+    begun = begin_search(q, keys, top_k, score, eps)
     with on_device(q):
-        start(
+        launch_in_order(
             _finish,
             (begun.found.slots.shape[:3].numel(),),
             (*begun.arguments, *(reading or (None,) * 5), *begun.numbers),
@@ -673,6 +673,7 @@ def _backward(
     table,
     d_q,
     pull,
+    reach,
     T,
     H,
     n,
@@ -688,8 +689,8 @@ def _backward(
 ):
     """One token and head: gradients of its weights (given, and ROWS: through the rows), of its scores, of its query.
 
-    pull: of every sub-key kept of a half, its share of the query's gradient, `[G, T, H, 2, k]`. KEPT: `table` holds the rows
-    in the order in which they were read.
+    pull: of every sub-key kept of a half, its share of the query's gradient, `[G, T, H, 2, k]`. reach: how many of these there
+    are before only zeros follow, `[G, T, H, 2]`. KEPT: `table` holds the rows in the order in which they were read.
     """
     row = tl.program_id(0).to(tl.int64)
     g, h = row // (T * H), row % H
@@ -716,6 +717,7 @@ def _backward(
         if IDW:
             c *= 2 * tl.exp(tl.load(half + kept, mask=some, other=0.0))
         tl.store(pull + kept, c, mask=some)
+        tl.store(reach + row * 2 + part, tl.max(tl.where(some & (c != 0), j + 1, 0), 0))
         own_q, own_keys = (row * 2 + part) * F, keys + ((g * 2 + part) * H + h) * n * F
         needed = some & (c != 0)
         for start in range(0, F, BF):
@@ -727,12 +729,13 @@ def _backward(
             tl.store(d_q + own_q + f, tl.sum(tl.where(inside, y * c[:, None], 0.0), 0), mask=f < F)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "steps"])
 def _key_gradient(
     q,
     keys,
     index,
     pull,
+    reach,
     d_keys,
     T,
     H,
@@ -743,11 +746,12 @@ def _key_gradient(
     BF: tl.constexpr,
     BN: tl.constexpr,
     BT: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     IDW: tl.constexpr,
 ):
     """What `steps` blocks of tokens add to the gradient of a block of sub-keys: the matrix of pulls, made here, times queries.
 
-    index, pull: `[G, H, 2, k, T]`.
+    index, pull: `[G, H, 2, k, T]`. reach: `[G, T, H, 2]`.
     """
     i = tl.program_id(0) * BN + tl.arange(0, BN)
     tables, parts = tl.num_programs(1), tl.cdiv(F, BF)
@@ -759,13 +763,15 @@ def _key_gradient(
     for step in range(split * steps, tl.minimum(split * steps + steps, tl.cdiv(T, BT))):
         t = step * BT + tl.arange(0, BT)
         row = ((g * T + t) * H + h) * 2 + part
+        x = read_values(q + row[:, None] * F + f[None, :], (t < T)[:, None] & (f < F)[None, :]).to(tl.float32)
         mix = tl.zeros([BN, BT], tl.float32)
         kept = ((g * H + h) * 2 + part) * TOP * T + t
-        for j in tl.static_range(TOP):
-            own = tl.load(index + kept + j * T, mask=t < T, other=-1)
-            c = tl.load(pull + kept + j * T, mask=t < T, other=0.0)
-            mix = tl.where(i[:, None] == own[None, :], c[None, :], mix)
-        x = read_values(q + row[:, None] * F + f[None, :], (t < T)[:, None] & (f < F)[None, :]).to(tl.float32)
+        for first in range(0, tl.max(tl.load(reach + row, mask=t < T, other=0), 0), AT_ONCE):
+            for j in tl.static_range(AT_ONCE):
+                some = (t < T) & (first + j < TOP)
+                own = tl.load(index + kept + (first + j) * T, mask=some, other=-1)
+                c = tl.load(pull + kept + (first + j) * T, mask=some, other=0.0)
+                mix = tl.where(i[:, None] == own[None, :], c[None, :], mix)
         total = tl.dot(mix, x, total, input_precision="tf32x3")
         if IDW:
             pulls += tl.sum(mix, 1)
@@ -783,17 +789,26 @@ def _sum_readers(
     weights,
     d_out,
     out,
+    table,
+    d_weights,
+    new_d_weights,
     E: tl.constexpr,
     V: tl.constexpr,
     BE: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """One row of the table's gradient: the weighted sum of what its readers got, in the order of tokens. E: reads a token."""
+    """One row of the table's gradient: the weighted sum of what its readers got, in the order of tokens. E: reads a token.
+
+    With `table`, also the gradient of its readers' weights, for the row is read once here: `d_weights` and what comes through
+    the row.
+    """
     m = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(bounds + m), tl.load(bounds + m + 1)
     for start in range(0, V, BV):
         v = start + tl.arange(0, BV)
         total = tl.zeros([BV], tl.float32)
+        if table is not None:
+            row = read_values(table + m * V + v, v < V).to(tl.float32)
         for first in range(begin, end, BE):
             e = first + tl.arange(0, BE)
             entry = tl.load(order + e, mask=e < end, other=0)
@@ -801,6 +816,11 @@ def _sum_readers(
             inside = (e < end)[:, None] & (v < V)[None, :]
             x = read_values(d_out + (entry // E)[:, None] * V + v[None, :], inside).to(tl.float32)
             total += tl.sum(x * weight[:, None], 0)
+            if table is not None:
+                d = tl.load(d_weights + entry, mask=(e < end) & (start == 0), other=0.0) + tl.sum(x * row[None, :], 1)
+                d += tl.load(new_d_weights + entry, mask=(e < end) & (start > 0), other=0.0)
+                tl.store(new_d_weights + entry, d, mask=e < end)
+        tl.debug_barrier()
         tl.store(out + m * V + v, total, mask=v < V)
 
 
@@ -813,7 +833,7 @@ def backward(
     d_out: Tensor | None = None,
     table: Tensor | None = None,
     kept: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of a search, and of a read from a shared table.
 
     Args:
@@ -827,103 +847,98 @@ def backward(
     half_size = q.shape[3] // 2
     q, keys, d_weights = q.contiguous(), keys.contiguous(), d_weights.contiguous()
     d_q, pull = torch.empty_like(q), torch.empty_like(found.half)
+    reach = torch.empty(found.half.shape[:4], dtype=torch.int32, device=q.device)
     block_k = max(16, triton.next_power_of_2(top_k))
     size = 1 if table is None else table.shape[1]
     with on_device(q):
-        _backward[(groups * tokens * heads,)](
-            q,
-            keys,
-            found.index,
-            found.half,
-            found.slots,
-            found.weights,
-            d_weights,
-            None if d_out is None else d_out.contiguous(),
-            table,
-            d_q,
-            pull,
-            tokens,
-            heads,
-            keys.shape[3],
-            TOP=top_k,
-            BK=block_k,
-            F=half_size,
-            BF=min(triton.next_power_of_2(half_size), 4096 // block_k),
-            IDW=score == "idw",
-            V=size,
-            BV=min(triton.next_power_of_2(size), 4096 // block_k),
-            ROWS=table is not None,
-            KEPT=kept,
-            num_warps=4,
+        launch_in_order(
+            _backward,
+            (groups * tokens * heads,),
+            (
+                *(q, keys, found.index, found.half, found.slots, found.weights, d_weights),
+                *(None if d_out is None else d_out.contiguous(), table),
+                *(d_q, pull, reach, tokens, heads, keys.shape[3]),
+            ),
+            {
+                **{"TOP": top_k, "BK": block_k, "F": half_size, "IDW": score == "idw", "V": size, "KEPT": kept},
+                "BF": min(triton.next_power_of_2(half_size), 4096 // block_k),
+                "BV": min(triton.next_power_of_2(size), 4096 // block_k),
+                **{"ROWS": table is not None, "num_warps": 4},
+            },
         )
-    return d_q, pull
+    return d_q, pull, reach
 
 
-def key_gradient(q: Tensor, keys: Tensor, found: Found, score: str, pull: Tensor) -> Tensor:
+KEYS = {"BN": 64, "BT": 32, "AT_ONCE": 8, "num_warps": 8}
+MOST_FEATURES = 256  # of a sub-key that a program has
+
+
+def key_gradient(q: Tensor, keys: Tensor, found: Found, score: str, pull: Tensor, reach: Tensor) -> Tensor:
     """The gradient of the sub-keys `[G, 2, H, n, F]`, float32."""
     groups, tokens, heads, top_k = found.slots.shape
     n, half_size = keys.shape[3:]
-    tables, block_n, block_t = groups * 2 * heads, 64, 32
-    block_f = min(128, max(16, triton.next_power_of_2(half_size)))
-    blocks = triton.cdiv(tokens, block_t)
-    splits = max(1, min(blocks, 512 // (triton.cdiv(n, block_n) * tables)))
-    steps = triton.cdiv(blocks, splits)
+    tables = groups * 2 * heads
+    block_f = min(MOST_FEATURES, max(16, triton.next_power_of_2(half_size)))
+    blocks, rows = triton.cdiv(tokens, KEYS["BT"]), triton.cdiv(n, KEYS["BN"])
+    splits = max(1, min(blocks, 512 // (rows * tables)))
     parts = q.new_empty(splits, *keys.shape, dtype=torch.float32)
     with on_device(q):
-        _key_gradient[(triton.cdiv(n, block_n), tables, splits * triton.cdiv(half_size, block_f))](
-            q.contiguous(),
-            keys.contiguous(),
-            found.index.movedim(1, -1).contiguous(),
-            pull.movedim(1, -1).contiguous(),
-            parts,
-            tokens,
-            heads,
-            n,
-            steps,
-            TOP=top_k,
-            F=half_size,
-            BF=block_f,
-            BN=block_n,
-            BT=block_t,
-            IDW=score == "idw",
-            num_warps=8,
+        launch_in_order(
+            _key_gradient,
+            (rows, tables, splits * triton.cdiv(half_size, block_f)),
+            (
+                *(q.contiguous(), keys.contiguous(), found.index.movedim(1, -1).contiguous()),
+                *(pull.movedim(1, -1).contiguous(), reach, parts, tokens, heads, n, triton.cdiv(blocks, splits)),
+            ),
+            {"TOP": top_k, "F": half_size, "BF": block_f, "IDW": score == "idw", **KEYS},
         )
     return parts.sum(0)
 
 
-def table_gradient(d_out: Tensor, slots: Tensor, weights: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """The gradient of a table of `size` rows: `[N, V]`, every row the sum over its readers.
+def table_gradient(
+    d_out: Tensor, slots: Tensor, weights: Tensor, table: Tensor, d_weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradient of a table `[N, V]`, every row the sum over its readers, and that of the weights, `d_weights` included.
 
     Args:
-        d_out: `[X, V]`. slots, weights: `[X, E]`, the rows that were read and their weights.
+        d_out: `[X, V]`. slots, weights, d_weights: `[X, E]`, the rows that were read, their weights and more of their gradient.
     """
     ordered, order = torch.sort(slots.flatten(), stable=True)
-    bounds = torch.searchsorted(ordered, torch.arange(size + 1, device=d_out.device, dtype=ordered.dtype))
-    return _sum_of_readers(d_out, order, bounds, weights, dtype)
+    bounds = torch.searchsorted(ordered, torch.arange(table.shape[0] + 1, device=d_out.device, dtype=ordered.dtype))
+    return _sum_of_readers(d_out, order, bounds, weights, table.dtype, table, d_weights.contiguous())
 
 
 def sparse_table_gradient(d_out: Tensor, slots: Tensor, weights: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The same without the rows that nobody read: the rows `[M]` (ascending, each once), and their gradient `[M, V]`."""
+    """The gradient of the rows that somebody read: the rows `[M]` (ascending, each once), and their gradient `[M, V]`."""
     ordered, order = torch.sort(slots.flatten(), stable=True)
     rows, counts = torch.unique_consecutive(ordered, return_counts=True)
     bounds = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    return rows, _sum_of_readers(d_out, order, bounds, weights, dtype)
+    return rows, _sum_of_readers(d_out, order, bounds, weights, dtype)[0]
 
 
-def _sum_of_readers(d_out: Tensor, order: Tensor, bounds: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+READERS = (4, 1)  # of a row at a time, and warps
+
+
+def _sum_of_readers(
+    d_out: Tensor,
+    order: Tensor,
+    bounds: Tensor,
+    weights: Tensor,
+    dtype: torch.dtype,
+    table: Tensor | None = None,
+    d_weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
     size = d_out.shape[1]
     out = d_out.new_empty(bounds.shape[0] - 1, size, dtype=dtype)
+    new_d_weights = None if d_weights is None else torch.empty_like(d_weights)
     with on_device(d_out):
-        _sum_readers[(out.shape[0],)](
-            order,
-            bounds,
-            weights.contiguous(),
-            d_out.contiguous(),
-            out,
-            E=weights.shape[1],
-            V=size,
-            BE=4,
-            BV=min(512, triton.next_power_of_2(size)),
-            num_warps=4,
+        launch_in_order(
+            _sum_readers,
+            (out.shape[0],),
+            (order, bounds, weights.contiguous(), d_out.contiguous(), out, table, d_weights, new_d_weights),
+            {
+                **{"E": weights.shape[1], "V": size, "BE": READERS[0], "BV": min(1024, triton.next_power_of_2(size))},
+                "num_warps": READERS[1],
+            },
         )
-    return out
+    return out, new_d_weights

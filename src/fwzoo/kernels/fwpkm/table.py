@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gpu import on_device, read, start
-from ..product_key_search import Found, _choose, _in_order, begin, search
+from ..gpu import launch_in_order, on_device, read
+from ..product_key_search import Found, begin_search, choose, in_order, search
 from .state import FwpkmState, Options
 
 TILE = 4096  # numbers that a program holds at a time
@@ -290,7 +290,7 @@ def _search_and_read_kernel(
 ):
     """The same for one head, from the marks of a search on: a token's slots, and at once what it reads."""
     x = tl.program_id(0).to(tl.int64)
-    place_of, slot, weight = _choose(
+    place_of, slot, weight = choose(
         *(x, q, keys, work, pairs, index, half, slots, weights, per, 1, N_SUB, tables, begin, eps),
         *(F, TOP, WORDS, BW, BITS, BM, BR, BK, BF, PAIRS, BP, IDW),
     )
@@ -298,7 +298,7 @@ def _search_and_read_kernel(
     tick = n * L + start + x - n * W
     c, e = tl.arange(0, BV), tl.arange(0, BE)
     ok, at = e < E, x * E + e
-    slot, weight = _in_order(place_of, slot, weight, e)
+    slot, weight = in_order(place_of, slot, weight, e)
     slot = tl.where(ok, slot, 0)
     number = slot
     if numbers is not None:
@@ -887,13 +887,13 @@ class Table:
         tile = _tile(self.entries, self.width)
         with on_device(o):
             if self.heads == 1 and options.top_k <= 16 and tile["BE"] >= options.top_k:
-                begun = begin(*arguments)
+                begun = begin_search(*arguments)
                 given = (*begun.arguments, *begun.numbers[3:], *tail)
-                start(_search_and_read_kernel, (tokens,), given, {**sizes, **tile, **begun.options})
+                launch_in_order(_search_and_read_kernel, (tokens,), given, {**sizes, **tile, **begun.options})
                 return begun.found, kept
             found = search(*arguments)
             given = (found.slots, found.weights, found.index, found.half, *tail)
-            start(_read_kernel, (tokens,), given, {**sizes, **tile, "num_warps": 4})
+            launch_in_order(_read_kernel, (tokens,), given, {**sizes, **tile, "num_warps": 4})
         return found, kept
 
     def write(self, found: Found, q: Tensor, keys: Tensor, chunk: Chunk) -> Tensor:
@@ -917,7 +917,7 @@ class Table:
             **{"UNIT": UNIT, "BF": max(16, triton.next_power_of_2(size)), "num_warps": 4},
         }
         with on_device(q):
-            start(
+            launch_in_order(
                 _allocate_kernel,
                 (blocks + (self.groups if moves else 0),),
                 (
@@ -927,7 +927,7 @@ class Table:
                 ),
                 {**sizes, "KEEP": self.keep},
             )
-            start(
+            launch_in_order(
                 _place_kernel,
                 (blocks + (self.groups * sub_blocks if moves else 0),),
                 (
@@ -938,7 +938,7 @@ class Table:
                 ),
                 {**sizes, "ROWS": at_once, "BK": triton.next_power_of_2(options.top_k)},
             )
-            start(
+            launch_in_order(
                 _write_kernel,
                 (min(PROGRAMS, max(entries, items)) * (2 if moves else 1),),
                 (
