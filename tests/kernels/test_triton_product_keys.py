@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compare import error, floor, too_large
 from fwzoo.kernels import explain, pkm
-from fwzoo.kernels.product_keys import score_all, select
+from fwzoo.kernels.product_keys import select
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 triton, gpu = pytest.mark.triton, pytest.mark.gpu
@@ -52,13 +52,9 @@ def check(given: dict[str, Tensor], dtype: torch.dtype = torch.float32, **option
 
 
 def apart(given: dict[str, Tensor], top_k: int, score: str) -> dict[str, Tensor]:
-    """The tokens without near-ties, as one row: in float64, no two of the best scores are nearer than float32 tells apart."""
+    """The tokens without near-ties, as one row."""
     q, keys = given["in.q"].flatten(0, 1).to(DEVICE)[None], given["in.keys"].to(DEVICE)[None]
-    n = keys.shape[3]
-    half = score_all(q.unflatten(-1, (2, -1)), keys, score, 1e-3).topk(min(top_k + 1, n), -1).values
-    sums = (half[..., 0, :, None] + half[..., 1, None, :]).flatten(-2).topk(top_k + 1, -1).values
-    gaps = [-x.diff(dim=-1).amax(-1) / x.abs().amax(-1).clamp(min=1) for x in (half.flatten(0, 1), sums.flatten(0, 1))]
-    some = (torch.stack([x.flatten(1).amin(1) for x in gaps]).amin(0) > 2e-6).cpu()
+    some = (memory_cases.nearest_tie(q, keys, top_k, score, order=True)[0] > 2e-6).cpu()
     return {name: x if name in ("in.keys", "in.values") else x.flatten(0, 1)[some][None] for name, x in given.items()}
 
 
