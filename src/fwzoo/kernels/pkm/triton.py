@@ -70,8 +70,8 @@ def _backward(
     found = Found(slots.flatten(0, 1)[None], weights.flatten(0, 1)[None], index, half)
     d_weights, d_values = d_weights.flatten(0, 1)[None], values.new_empty(0)
     if values_grad:
-        flat = (x[0].flatten(1) for x in (found.slots, found.weights))
-        d_values, through = table_gradient(d_v, *flat, values, d_weights[0].flatten(1))
+        slots, weights = found.slots[0].flatten(1), found.weights[0].flatten(1)
+        d_values, through = table_gradient(d_v, slots, weights, values, d_weights[0].flatten(1))
         d_q, *pull = backward(queries, keys[None], found, score, through.view_as(d_weights))
     else:
         d_q, *pull = backward(queries, keys[None], found, score, d_weights, d_v[None], values)
