@@ -159,6 +159,7 @@ def chunk_write(T: int) -> Call:
 def triton_write(T: int) -> Call:
     """The kernels of one chunk. They are made for a row of chunks: what one leaves behind is cleared before the next."""
     from fwzoo.kernels.fwpkm.table import Chunk, Table
+    from fwzoo.kernels.product_key_search import search
 
     given, v, gate, state, options = writing(T)
     table = Table(given.table, state, options, heads=1, updates=1, tokens=T, keep=False)
@@ -172,7 +173,8 @@ def triton_write(T: int) -> Call:
         table.cursors[0].zero_()
         table.use.zero_()
         q = given.queries[i]
-        found, _ = table.read(q, state.keys, o, chunk, write=True)
+        found = search(q, state.keys, options.top_k, options.score, options.score_eps)
+        table.read(found, o, chunk, write=True)
         return table.write(found, q, state.keys, chunk)
 
     return call

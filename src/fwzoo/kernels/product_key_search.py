@@ -157,22 +157,20 @@ def _ones(x):
 
 
 @triton.jit
-def _marked(words, r, w, BITS: tl.constexpr):
-    """The r-th sub-key marked in `words` `[2, W]`, and how many are; w: `[1, W]`, r: `[1, M]`."""
+def _list_marked(words, out, part, w, BITS: tl.constexpr, BM: tl.constexpr):
+    """Puts the first BM sub-keys marked in `words` `[2, W]` into `out` `[2, BM]`; how many are marked, `[2, 1]`. w: `[1, W]`."""
     words = words.to(tl.uint32, bitcast=True)
-    upto = tl.cumsum(_ones(words).to(tl.int32), 1)
-    full = upto[:, None, :] <= r[:, :, None]
-    word = tl.sum(full.to(tl.int32), 2)
-    rest = r - tl.max(tl.where(full, upto[:, None, :], 0), 2)
-    bits = tl.sum(tl.where(w[:, None, :] == word[:, :, None], words[:, None, :], 0), 2)
-    bit = tl.zeros_like(word)
-    for step in tl.static_range(5):
-        low = _ones(bits & ((1 << (16 >> step)) - 1)).to(tl.int32)
-        above = rest >= low
-        rest = tl.where(above, rest - low, rest)
-        bits = tl.where(above, bits >> (16 >> step), bits)
-        bit += tl.where(above, 16 >> step, 0)
-    return (word // 8 * BITS + bit) * 8 + word % 8, tl.max(upto, 1)[:, None]
+    here = _ones(words).to(tl.int32)
+    upto = tl.cumsum(here, 1)
+    place = upto - here
+    for _ in range(tl.max(tl.max(here, 1), 0)):
+        low = words & (0 - words)
+        bit = ((low.to(tl.float32).to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
+        tl.store(out + part * BM + place, (w // 8 * BITS + bit) * 8 + w % 8, mask=(words != 0) & (place < BM))
+        words = words & (words - 1)
+        place += 1
+    tl.debug_barrier()
+    return tl.max(upto, 1)[:, None]
 
 
 @triton.jit
@@ -323,9 +321,12 @@ def choose(
     own_scores = (marks + total.to(tl.int64) * WORDS).to(tl.pointer_type(tl.float32)) + row * 4 * BM
     own_places = (own_scores + 2 * BM).to(tl.pointer_type(tl.int32))
     own_index, own_half = index + row * 2 * TOP, half + row * 2 * TOP
-    i, many = _marked(tl.load(marks + (row * 2 + part) * WORDS + w, mask=w < WORDS, other=0), r, w, BITS)
+    words = tl.load(marks + (row * 2 + part) * WORDS + w, mask=w < WORDS, other=0)
+    many = _list_marked(words, own_places, part, w, BITS, BM)
     some = r < many
-    score = _scores(own_q, own_keys, tl.where(some, i, 0), some, H, n, eps, F, BM, BF, IDW)
+    i = tl.load(own_places + part * BM + r, mask=some, other=0)
+    tl.debug_barrier()
+    score = _scores(own_q, own_keys, i, some, H, n, eps, F, BM, BF, IDW)
     i = tl.where(some, i, n + r)
     rank = _rank(score, i, own_scores, own_places, part, BM, BR)
     tl.store(own_index + part * TOP + rank, i, mask=rank < TOP)
@@ -673,7 +674,7 @@ def _backward(
     table,
     d_q,
     pull,
-    reach,
+    bins,
     T,
     H,
     n,
@@ -689,8 +690,8 @@ def _backward(
 ):
     """One token and head: gradients of its weights (given, and ROWS: through the rows), of its scores, of its query.
 
-    pull: of every sub-key kept of a half, its share of the query's gradient, `[G, T, H, 2, k]`. reach: how many of these there
-    are before only zeros follow, `[G, T, H, 2]`. KEPT: `table` holds the rows in the order in which they were read.
+    pull: of every sub-key kept of a half, its share of the query's gradient, `[G, T, H, 2, k]`. bins: which of all sub-keys it
+    is, and the number of these where its share is 0. KEPT: `table` holds the rows in the order in which they were read.
     """
     row = tl.program_id(0).to(tl.int64)
     g, h = row // (T * H), row % H
@@ -717,7 +718,8 @@ def _backward(
         if IDW:
             c *= 2 * tl.exp(tl.load(half + kept, mask=some, other=0.0))
         tl.store(pull + kept, c, mask=some)
-        tl.store(reach + row * 2 + part, tl.max(tl.where(some & (c != 0), j + 1, 0), 0))
+        bin = ((g * 2 + part) * H + h) * n + i
+        tl.store(bins + kept, tl.where(c != 0, bin, tl.num_programs(0) // T * 2 * n).to(tl.int32), mask=some)
         own_q, own_keys = (row * 2 + part) * F, keys + ((g * 2 + part) * H + h) * n * F
         needed = some & (c != 0)
         for start in range(0, F, BF):
@@ -729,57 +731,38 @@ def _backward(
             tl.store(d_q + own_q + f, tl.sum(tl.where(inside, y * c[:, None], 0.0), 0), mask=f < F)
 
 
-@triton.jit(do_not_specialize=["T", "steps"])
+@triton.jit
 def _key_gradient(
+    order,
+    bounds,
+    pull,
     q,
     keys,
-    index,
-    pull,
-    reach,
-    d_keys,
-    T,
-    H,
-    n,
-    steps,
+    out,
+    splits,
     TOP: tl.constexpr,
     F: tl.constexpr,
+    BE: tl.constexpr,
     BF: tl.constexpr,
-    BN: tl.constexpr,
-    BT: tl.constexpr,
-    AT_ONCE: tl.constexpr,
     IDW: tl.constexpr,
 ):
-    """What `steps` blocks of tokens add to the gradient of a block of sub-keys: the matrix of pulls, made here, times queries.
-
-    index, pull: `[G, H, 2, k, T]`. reach: `[G, T, H, 2]`.
-    """
-    i = tl.program_id(0) * BN + tl.arange(0, BN)
-    tables, parts = tl.num_programs(1), tl.cdiv(F, BF)
-    table, split = tl.program_id(1).to(tl.int64), tl.program_id(2) // parts
-    g, part, h = table // (2 * H), table // H % 2, table % H
-    f = tl.program_id(2) % parts * BF + tl.arange(0, BF)
-    total = tl.zeros([BN, BF], tl.float32)
-    pulls = tl.zeros([BN], tl.float32)
-    for step in range(split * steps, tl.minimum(split * steps + steps, tl.cdiv(T, BT))):
-        t = step * BT + tl.arange(0, BT)
-        row = ((g * T + t) * H + h) * 2 + part
-        x = read_values(q + row[:, None] * F + f[None, :], (t < T)[:, None] & (f < F)[None, :]).to(tl.float32)
-        mix = tl.zeros([BN, BT], tl.float32)
-        kept = ((g * H + h) * 2 + part) * TOP * T + t
-        for first in range(0, tl.max(tl.load(reach + row, mask=t < T, other=0), 0), AT_ONCE):
-            for j in tl.static_range(AT_ONCE):
-                some = (t < T) & (first + j < TOP)
-                own = tl.load(index + kept + (first + j) * T, mask=some, other=-1)
-                c = tl.load(pull + kept + (first + j) * T, mask=some, other=0.0)
-                mix = tl.where(i[:, None] == own[None, :], c[None, :], mix)
-        total = tl.dot(mix, x, total, input_precision="tf32x3")
+    """One of `splits` parts of the gradient of a sub-key: the sum of pulls times queries (idw: differences) in the order of tokens."""
+    bin, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    begin, end = tl.load(bounds + bin), tl.load(bounds + bin + 1)
+    length = (end - begin + splits - 1) // splits
+    begin, end = begin + split * length, tl.minimum(begin + split * length + length, end)
+    f, e = tl.arange(0, BF), tl.arange(0, BE)
+    total = tl.zeros([BF], tl.float32)
+    key = read_values(keys + bin * F + f, f < F).to(tl.float32)
+    for first in range(begin, end, BE):
+        some = first + e < end
+        entry = tl.load(order + first + e, mask=some, other=0)
+        c = tl.load(pull + entry, mask=some, other=0.0)
+        x = read_values(q + (entry // TOP)[:, None] * F + f[None, :], some[:, None] & (f < F)[None, :]).to(tl.float32)
         if IDW:
-            pulls += tl.sum(mix, 1)
-    inside = (i < n)[:, None] & (f < F)[None, :]
-    if IDW:
-        total -= pulls[:, None] * read_values(keys + (table * n + i)[:, None] * F + f[None, :], inside).to(tl.float32)
-    out = d_keys + ((split * tables + table) * n + i)[:, None] * F + f[None, :]
-    tl.store(out, total, mask=inside)
+            x = x - key[None, :]
+        total += tl.sum(x * c[:, None], 0)
+    tl.store(out + (split * tl.num_programs(0).to(tl.int64) + bin) * F + f, total, mask=f < F)
 
 
 @triton.jit
@@ -846,8 +829,7 @@ def backward(
     groups, tokens, heads, top_k = found.slots.shape
     half_size = q.shape[3] // 2
     q, keys, d_weights = q.contiguous(), keys.contiguous(), d_weights.contiguous()
-    d_q, pull = torch.empty_like(q), torch.empty_like(found.half)
-    reach = torch.empty(found.half.shape[:4], dtype=torch.int32, device=q.device)
+    d_q, pull, bins = torch.empty_like(q), torch.empty_like(found.half), torch.empty_like(found.index)
     block_k = max(16, triton.next_power_of_2(top_k))
     size = 1 if table is None else table.shape[1]
     with on_device(q):
@@ -857,7 +839,7 @@ def backward(
             (
                 *(q, keys, found.index, found.half, found.slots, found.weights, d_weights),
                 *(None if d_out is None else d_out.contiguous(), table),
-                *(d_q, pull, reach, tokens, heads, keys.shape[3]),
+                *(d_q, pull, bins, tokens, heads, keys.shape[3]),
             ),
             {
                 **{"TOP": top_k, "BK": block_k, "F": half_size, "IDW": score == "idw", "V": size, "KEPT": kept},
@@ -866,31 +848,25 @@ def backward(
                 **{"ROWS": table is not None, "num_warps": 4},
             },
         )
-    return d_q, pull, reach
+    return d_q, pull, bins
 
 
-KEYS = {"BN": 64, "BT": 32, "AT_ONCE": 8, "num_warps": 8}
-MOST_FEATURES = 256  # of a sub-key that a program has
-
-
-def key_gradient(q: Tensor, keys: Tensor, found: Found, score: str, pull: Tensor, reach: Tensor) -> Tensor:
-    """The gradient of the sub-keys `[G, 2, H, n, F]`, float32."""
-    groups, tokens, heads, top_k = found.slots.shape
-    n, half_size = keys.shape[3:]
-    tables = groups * 2 * heads
-    block_f = min(MOST_FEATURES, max(16, triton.next_power_of_2(half_size)))
-    blocks, rows = triton.cdiv(tokens, KEYS["BT"]), triton.cdiv(n, KEYS["BN"])
-    splits = max(1, min(blocks, 512 // (rows * tables)))
+def key_gradient(q: Tensor, keys: Tensor, score: str, pull: Tensor, bins: Tensor) -> Tensor:
+    """The gradient of the sub-keys `[G, 2, H, n, F]`, float32; `pull` and `bins` are from `backward`."""
+    count, half_size, top_k = keys.shape[:4].numel(), keys.shape[4], pull.shape[4]
+    ordered, order = torch.sort(bins.flatten(), stable=True)
+    bounds = torch.searchsorted(ordered, torch.arange(count + 1, device=q.device, dtype=torch.int32))
+    splits = max(1, min(8, bins.numel() // (64 * count)))
     parts = q.new_empty(splits, *keys.shape, dtype=torch.float32)
     with on_device(q):
         launch_in_order(
             _key_gradient,
-            (rows, tables, splits * triton.cdiv(half_size, block_f)),
-            (
-                *(q.contiguous(), keys.contiguous(), found.index.movedim(1, -1).contiguous()),
-                *(pull.movedim(1, -1).contiguous(), reach, parts, tokens, heads, n, triton.cdiv(blocks, splits)),
-            ),
-            {"TOP": top_k, "F": half_size, "BF": block_f, "IDW": score == "idw", **KEYS},
+            (count, splits),
+            (order, bounds, pull, q.contiguous(), keys.contiguous(), parts, splits),
+            {
+                **{"TOP": top_k, "F": half_size, "BE": 8, "BF": max(16, triton.next_power_of_2(half_size))},
+                **{"IDW": score == "idw", "num_warps": 2},
+            },
         )
     return parts.sum(0)
 

@@ -21,13 +21,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ..gpu import launch_in_order, on_device, read
-from ..product_key_search import Found, begin_search, choose, in_order, search
+from ..product_key_search import Found
 from .state import FwpkmState, Options
 
 TILE = 4096  # numbers that a program holds at a time
 LINE = 512  # entries of a program that handles them one by one
 PIECE, SUB_PIECE, MOST = 32, 64, 32  # least entries of a piece of a slot and of a sub-key; most pieces
-PROGRAMS = 2112  # that write rows, and as many that move sub-keys
+PROGRAMS = 4224  # that write rows or move sub-keys: as many as an H200 runs at once
 ROOM = 512 << 20  # bytes that the pool may have to spare without looking at how much of it is used
 UNIT = 40  # the use of a sub-key is counted in units of 2^-UNIT
 
@@ -65,87 +65,10 @@ def _normalised(x, c, V: tl.constexpr):
     return centred / tl.sqrt(tl.sum(centred * centred, 0) / V + 1e-5)
 
 
-@triton.jit
-def _residual(
-    x,
-    n,
-    tick,
-    total,
-    c,
-    v,
-    target,
-    known,
-    due,
-    gate,
-    residual,
-    peak,
-    L,
-    V: tl.constexpr,
-    GATED: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-):
-    """What a token that has read `total` writes, and whether it writes (1 or 0), and whether its memory is written."""
-    now = 1
-    if due is not None:
-        now = tl.load(due + n).to(tl.int32)
-    alive = tl.load(known + tick).to(tl.int32) * now
-    goal = read(v + (n * L + tl.load(target + tick)) * V + c, c < V * alive).to(tl.float32)
-    if NORMALIZE:
-        goal = _normalised(goal, c, V)
-    step = tl.where(c < V * alive, goal - total, 0.0)
-    if GATED:
-        step = step * tl.load(gate + tick).to(tl.float32)
-    tl.store(residual + x * V + c, step, mask=c < V)
-    tl.store(peak + x, tl.max(tl.abs(step), 0))
-    return alive, now
-
-
-@triton.jit
-def _count(at, slot, ok, alive, count, rank):
-    """Entries `at` count themselves at their slots."""
-    place = tl.atomic_add(count + slot, 1, mask=ok & (alive > 0), sem="relaxed")
-    tl.store(rank + at, tl.where(alive > 0, place, -1), mask=ok)
-
-
-@triton.jit
-def _count_keys(
-    x,
-    g,
-    alive,
-    index,
-    half,
-    sub_count,
-    sub_rank,
-    use,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    N_SUB: tl.constexpr,
-    UNIT: tl.constexpr,
-    BH: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """The sub-keys of a token count it, and sum its shares."""
-    r, j = tl.arange(0, BH), tl.arange(0, BK)
-    ok = (r < 2 * H)[:, None] & (j < K)[None, :]
-    at = (x * 2 * H + r)[:, None] * K + j[None, :]
-    score = tl.load(half + at, mask=ok, other=float("-inf"))
-    share = tl.exp(score - tl.max(score, 1)[:, None])
-    share = share / tl.sum(share, 1)[:, None]
-    table = ((g * 2 + r % 2) * H + r // 2) * N_SUB
-    bin = table[:, None] + tl.load(index + at, mask=ok, other=0)
-    counts = (r < 2 * H)[:, None] & (j < K * alive)[None, :]
-    place = tl.atomic_add(sub_count + bin, 1, mask=counts, sem="relaxed")
-    tl.store(sub_rank + at, tl.where(alive > 0, place, -1), mask=ok)
-    whole = (share.to(tl.float64) * (1 << UNIT)).to(tl.int64)
-    tl.atomic_add(use + bin, whole, mask=counts, sem="relaxed")
-
-
 @triton.jit(do_not_specialize=["P", "S1", "W", "L", "start", "per", "first", "L_out"])
 def _read_kernel(
     slots,
     weights,
-    index,
-    half,
     numbers,
     values,
     held,
@@ -154,6 +77,8 @@ def _read_kernel(
     S1,
     o,
     kept,
+    index,
+    half,
     v,
     target,
     known,
@@ -185,19 +110,43 @@ def _read_kernel(
     UNIT: tl.constexpr,
     BE: tl.constexpr,
     BH: tl.constexpr,
-    BJ: tl.constexpr,
+    BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """What one token reads; when its chunk is written, also its residual, and its entries are counted."""
+    """What one token reads; when its chunk is written, also its residual, and its entries are counted.
+
+    What does not depend on the rows comes before them, so that it need not be waited for.
+    """
     x = tl.program_id(0).to(tl.int64)
     n, g = x // W, x // per
     tick = n * L + start + x - n * W
     c, e = tl.arange(0, BV), tl.arange(0, BE)
+    if WRITES:
+        now = 1
+        if due is not None:
+            now = tl.load(due + n).to(tl.int32)
+        alive = tl.load(known + tick).to(tl.int32) * now
+        goal = read(v + (n * L + tl.load(target + tick)) * V + c, c < V * alive).to(tl.float32)
+        if KEYS:
+            moves = tl.load(real + tick).to(tl.int32) * now
+            r, j = tl.arange(0, BH), tl.arange(0, BK)
+            sub_ok = (r < 2 * H)[:, None] & (j < K)[None, :]
+            sub_at = (x * 2 * H + r)[:, None] * K + j[None, :]
+            score = tl.load(half + sub_at, mask=sub_ok, other=float("-inf"))
+            share = tl.exp(score - tl.max(score, 1)[:, None])
+            share = share / tl.sum(share, 1)[:, None]
+            bin = (((g * 2 + r % 2) * H + r // 2) * N_SUB)[:, None] + tl.load(index + sub_at, mask=sub_ok, other=0)
+            counts = (r < 2 * H)[:, None] & (j < K * moves)[None, :]
+            sub_place = tl.atomic_add(sub_count + bin, 1, mask=counts, sem="relaxed")
+            whole = (share.to(tl.float64) * (1 << UNIT)).to(tl.int64)
+            tl.atomic_add(use + bin, whole, mask=counts, sem="relaxed")
     total = tl.zeros([BV], tl.float32)
     for begin in range(0, E, BE):
         ok = begin + e < E
         at = x * E + begin + e
         slot = tl.load(slots + at, mask=ok, other=0)
+        if WRITES:
+            place = tl.atomic_add(count + g * S1 + slot, 1, mask=begin + e < E * alive, sem="relaxed")
         number = slot
         if numbers is not None:
             number = tl.load(numbers + g * S1 + slot, mask=ok, other=0)
@@ -206,117 +155,20 @@ def _read_kernel(
         weight = tl.load(weights + at, mask=ok, other=0.0)
         rows = _rows(number, slot, ok, values, held, pool, P, c, V, numbers is not None)
         total += tl.sum(rows * weight[:, None], 0)
+        if WRITES:
+            tl.store(rank + at, tl.where(alive > 0, place, -1), mask=ok)
     out = n * L_out + start - first + x - n * W
     tl.store(o + out * V + c, total.to(o.dtype.element_ty), mask=c < V)
     if WRITES:
-        alive, now = _residual(
-            x, n, tick, total, c, v, target, known, due, gate, residual, peak, L, V, GATED, NORMALIZE
-        )
-        for begin in range(0, E, BE):
-            ok = begin + e < E
-            at = x * E + begin + e
-            _count(at, g * S1 + tl.load(slots + at, mask=ok, other=0), ok, alive, count, rank)
+        if NORMALIZE:
+            goal = _normalised(goal, c, V)
+        step = tl.where(c < V * alive, goal - total, 0.0)
+        if GATED:
+            step = step * tl.load(gate + tick).to(tl.float32)
+        tl.store(residual + x * V + c, step, mask=c < V)
+        tl.store(peak + x, tl.max(tl.abs(step), 0))
         if KEYS:
-            alive = tl.load(real + tick).to(tl.int32) * now
-            _count_keys(x, g, alive, index, half, sub_count, sub_rank, use, H, K, N_SUB, UNIT, BH, BJ)
-
-
-@triton.jit(do_not_specialize=["P", "S1", "W", "L", "start", "per", "first", "L_out", "tables", "begin"])
-def _search_and_read_kernel(
-    q,
-    keys,
-    work,
-    pairs,
-    index,
-    half,
-    slots,
-    weights,
-    tables,
-    begin,
-    eps,
-    numbers,
-    values,
-    held,
-    pool,
-    P,
-    S1,
-    o,
-    kept,
-    v,
-    target,
-    known,
-    real,
-    due,
-    gate,
-    residual,
-    peak,
-    count,
-    rank,
-    sub_count,
-    sub_rank,
-    use,
-    W,
-    L,
-    start,
-    per,
-    first,
-    L_out,
-    F: tl.constexpr,
-    TOP: tl.constexpr,
-    WORDS: tl.constexpr,
-    BW: tl.constexpr,
-    BITS: tl.constexpr,
-    BM: tl.constexpr,
-    BR: tl.constexpr,
-    BK: tl.constexpr,
-    BF: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BP: tl.constexpr,
-    IDW: tl.constexpr,
-    E: tl.constexpr,
-    V: tl.constexpr,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    N_SUB: tl.constexpr,
-    WRITES: tl.constexpr,
-    KEYS: tl.constexpr,
-    GATED: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-    UNIT: tl.constexpr,
-    BE: tl.constexpr,
-    BH: tl.constexpr,
-    BJ: tl.constexpr,
-    BV: tl.constexpr,
-):
-    """The same for one head, from the marks of a search on: a token's slots, and at once what it reads."""
-    x = tl.program_id(0).to(tl.int64)
-    place_of, slot, weight = choose(
-        *(x, q, keys, work, pairs, index, half, slots, weights, per, 1, N_SUB, tables, begin, eps),
-        *(F, TOP, WORDS, BW, BITS, BM, BR, BK, BF, PAIRS, BP, IDW),
-    )
-    n, g = x // W, x // per
-    tick = n * L + start + x - n * W
-    c, e = tl.arange(0, BV), tl.arange(0, BE)
-    ok, at = e < E, x * E + e
-    slot, weight = in_order(place_of, slot, weight, e)
-    slot = tl.where(ok, slot, 0)
-    number = slot
-    if numbers is not None:
-        number = tl.load(numbers + g * S1 + slot, mask=ok, other=0)
-        if kept is not None:
-            tl.store(kept + at, number, mask=ok)
-    rows = _rows(number, slot, ok, values, held, pool, P, c, V, numbers is not None)
-    total = tl.sum(rows * weight[:, None], 0)
-    out = n * L_out + start - first + x - n * W
-    tl.store(o + out * V + c, total.to(o.dtype.element_ty), mask=c < V)
-    if WRITES:
-        alive, now = _residual(
-            x, n, tick, total, c, v, target, known, due, gate, residual, peak, L, V, GATED, NORMALIZE
-        )
-        _count(at, g * S1 + slot, ok, alive, count, rank)
-        if KEYS:
-            alive = tl.load(real + tick).to(tl.int32) * now
-            _count_keys(x, g, alive, index, half, sub_count, sub_rank, use, H, K, N_SUB, UNIT, BH, BJ)
+            tl.store(sub_rank + sub_at, tl.where(moves > 0, sub_place, -1), mask=sub_ok)
 
 
 @triton.jit
@@ -513,105 +365,7 @@ def _joined(total, shared, parts, sums, finished, c, V: tl.constexpr):
     return last, total
 
 
-@triton.jit
-def _write_piece(
-    i,
-    pieces,
-    bound,
-    entry_row,
-    entry_weight,
-    residual,
-    values,
-    held,
-    pool,
-    sums,
-    finished,
-    P,
-    rate,
-    entries,
-    V: tl.constexpr,
-    AVERAGE: tl.constexpr,
-    PIECE: tl.constexpr,
-    MOST: tl.constexpr,
-    BE: tl.constexpr,
-    BV: tl.constexpr,
-):
-    """One piece of a slot's entries: what they add to its row."""
-    c, e = tl.arange(0, BV), tl.arange(0, BE)
-    start, size = tl.load(pieces + i), tl.load(pieces + entries + i)
-    slot_start, whole = tl.load(pieces + 2 * entries + i), tl.load(pieces + 3 * entries + i)
-    one = tl.zeros([1], tl.int32)
-    old, new = tl.load(pieces + 4 * entries + i) + one, (tl.load(pieces + 5 * entries + i) - 1 - P).to(tl.int64)
-    row = tl.reshape(_rows(old, -old, one == 0, values, held, pool, P, c, V, True), [BV])
-    if whole == 1:
-        step = read(residual + tl.load(entry_row + start).to(tl.int64) * V + c, c < V)
-        total = (tl.load(entry_weight + start) * step).to(tl.float64)
-    else:
-        unit = _unit(tl.load(bound + slot_start))
-        sum = tl.zeros([BE, BV], tl.float64)
-        for first in range(0, size, BE):
-            ok = first + e < size
-            from_row = tl.load(entry_row + start + first + e, mask=ok, other=0).to(tl.int64)[:, None] * V
-            weight = tl.load(entry_weight + start + first + e, mask=ok, other=0.0)
-            step = read(residual + from_row + c[None, :], ok[:, None] & (c < V)[None, :]) * weight[:, None]
-            sum += (step.to(tl.float64) + unit) - unit
-        total = tl.sum(sum, 0)
-    _length, parts = _piece(whole, PIECE, MOST)
-    last, total = _joined(total, slot_start // PIECE, parts, sums, finished, c, V)
-    if last:
-        change = total.to(tl.float32) * (rate / (whole if AVERAGE else 1))
-        tl.store(pool + new * V + c, row + change, mask=c < V)
-
-
-@triton.jit
-def _write_key(
-    bin,
-    split,
-    q,
-    keys,
-    new_keys,
-    sub_count,
-    sub_begin,
-    sub_bound,
-    sub_row,
-    sub_weight,
-    sums,
-    finished,
-    rate,
-    splits,
-    BINS: tl.constexpr,
-    F: tl.constexpr,
-    IDW: tl.constexpr,
-    PIECE: tl.constexpr,
-    BE: tl.constexpr,
-    BF: tl.constexpr,
-):
-    """One of the pieces of a sub-key's entries, at most `splits`: its gradient step. BINS: sub-keys of a memory."""
-    f, e = tl.arange(0, BF), tl.arange(0, BE)
-    size, begins = tl.load(sub_count + bin), tl.load(sub_begin + bin)
-    length = tl.maximum((size + splits - 1) // splits, PIECE)
-    parts = tl.maximum((size + length - 1) // length, 1)
-    if split < parts:
-        at, unit = bin.to(tl.int64) * F + f, _unit(tl.load(sub_bound + bin // BINS))
-        key = tl.load(keys + at, mask=f < F, other=0.0)
-        start, end = split * length, tl.minimum(split * length + length, size)
-        sum = tl.zeros([BE, BF], tl.float64)
-        for first in range(start, end, BE):
-            ok = first + e < end
-            row = tl.load(sub_row + begins + first + e, mask=ok, other=0).to(tl.int64)[:, None] * F
-            weight = tl.load(sub_weight + begins + first + e, mask=ok, other=0.0)
-            query = read(q + row + f[None, :], ok[:, None] & (f < F)[None, :]).to(tl.float32)
-            if IDW:
-                query = query - key[None, :]
-            step = query * weight[:, None]
-            sum += (step.to(tl.float64) + unit) - unit
-        last, total = _joined(tl.sum(sum, 0), begins // PIECE, parts, sums, finished, f, F)
-        if last:
-            tl.store(new_keys + at, key - rate * total.to(tl.float32), mask=f < F)
-            tl.store(sub_count + bin, 0)
-
-
-@triton.jit(do_not_specialize=["P", "rate", "entries", "key_rate", "items", "splits"])
+@triton.jit(do_not_specialize=["P", "rate", "entries"])
 def _write_kernel(
     pieces,
     bound,
@@ -624,6 +378,45 @@ def _write_kernel(
     sums,
     finished,
     cursor,
+    P,
+    rate,
+    entries,
+    V: tl.constexpr,
+    AVERAGE: tl.constexpr,
+    PIECE: tl.constexpr,
+    MOST: tl.constexpr,
+    BE: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """One piece of a slot's entries after the other: what they add to its row."""
+    c, e = tl.arange(0, BV), tl.arange(0, BE)
+    for i in range(tl.program_id(0), (tl.load(cursor) >> 32).to(tl.int32), tl.num_programs(0)):
+        start, size = tl.load(pieces + i), tl.load(pieces + entries + i)
+        slot_start, whole = tl.load(pieces + 2 * entries + i), tl.load(pieces + 3 * entries + i)
+        one = tl.zeros([1], tl.int32)
+        old, new = tl.load(pieces + 4 * entries + i) + one, (tl.load(pieces + 5 * entries + i) - 1 - P).to(tl.int64)
+        row = tl.reshape(_rows(old, -old, one == 0, values, held, pool, P, c, V, True), [BV])
+        if whole == 1:
+            step = read(residual + tl.load(entry_row + start).to(tl.int64) * V + c, c < V)
+            total = (tl.load(entry_weight + start) * step).to(tl.float64)
+        else:
+            unit = _unit(tl.load(bound + slot_start))
+            total = tl.zeros([BV], tl.float64)
+            for first in range(0, size, BE):
+                ok = first + e < size
+                from_row = tl.load(entry_row + start + first + e, mask=ok, other=0).to(tl.int64)[:, None] * V
+                weight = tl.load(entry_weight + start + first + e, mask=ok, other=0.0)
+                step = read(residual + from_row + c[None, :], ok[:, None] & (c < V)[None, :]) * weight[:, None]
+                total += tl.sum((step.to(tl.float64) + unit) - unit, 0)
+        _length, parts = _piece(whole, PIECE, MOST)
+        last, total = _joined(total, slot_start // PIECE, parts, sums, finished, c, V)
+        if last:
+            change = total.to(tl.float32) * (rate / (whole if AVERAGE else 1))
+            tl.store(pool + new * V + c, row + change, mask=c < V)
+
+
+@triton.jit(do_not_specialize=["rate", "items", "splits"])
+def _keys_kernel(
     q,
     keys,
     new_keys,
@@ -632,46 +425,43 @@ def _write_kernel(
     sub_bound,
     sub_row,
     sub_weight,
-    sub_sums,
-    sub_finished,
-    P,
+    sums,
+    finished,
     rate,
-    entries,
-    key_rate,
     items,
     splits,
-    V: tl.constexpr,
-    AVERAGE: tl.constexpr,
-    PIECE: tl.constexpr,
-    MOST: tl.constexpr,
-    BE: tl.constexpr,
-    BV: tl.constexpr,
-    MOVES: tl.constexpr,
     BINS: tl.constexpr,
     F: tl.constexpr,
     IDW: tl.constexpr,
     SUB_PIECE: tl.constexpr,
-    SUB_BE: tl.constexpr,
+    BE: tl.constexpr,
     BF: tl.constexpr,
 ):
-    """The rows, one piece after the other, and in every other program the sub-keys. items: pieces of sub-keys."""
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    rows = True
-    if MOVES:
-        rows = program % 2 == 0
-        program, programs = program // 2, programs // 2
-    if rows:
-        for i in range(program, (tl.load(cursor) >> 32).to(tl.int32), programs):
-            _write_piece(
-                *(i, pieces, bound, entry_row, entry_weight, residual, values, held, pool, sums, finished),
-                *(P, rate, entries, V, AVERAGE, PIECE, MOST, BE, BV),
-            )
-    elif MOVES:
-        for i in range(program, items, programs):
-            _write_key(
-                *(i // splits, i % splits, q, keys, new_keys, sub_count, sub_begin, sub_bound, sub_row, sub_weight),
-                *(sub_sums, sub_finished, key_rate, splits, BINS, F, IDW, SUB_PIECE, SUB_BE, BF),
-            )
+    """The gradient step of one sub-key after the other, each in at most `splits` pieces. BINS: sub-keys of a memory."""
+    f, e = tl.arange(0, BF), tl.arange(0, BE)
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        bin, split = item // splits, item % splits
+        size, begins = tl.load(sub_count + bin), tl.load(sub_begin + bin)
+        length = tl.maximum((size + splits - 1) // splits, SUB_PIECE)
+        parts = tl.maximum((size + length - 1) // length, 1)
+        if split < parts:
+            at, unit = bin.to(tl.int64) * F + f, _unit(tl.load(sub_bound + bin // BINS))
+            key = tl.load(keys + at, mask=f < F, other=0.0)
+            end = tl.minimum(split * length + length, size)
+            total = tl.zeros([BF], tl.float64)
+            for first in range(split * length, end, BE):
+                ok = first + e < end
+                row = tl.load(sub_row + begins + first + e, mask=ok, other=0).to(tl.int64)[:, None] * F
+                weight = tl.load(sub_weight + begins + first + e, mask=ok, other=0.0)
+                query = read(q + row + f[None, :], ok[:, None] & (f < F)[None, :]).to(tl.float32)
+                if IDW:
+                    query = query - key[None, :]
+                step = query * weight[:, None]
+                total += tl.sum((step.to(tl.float64) + unit) - unit, 0)
+            last, total = _joined(total, begins // SUB_PIECE, parts, sums, finished, f, F)
+            if last:
+                tl.store(new_keys + at, key - rate * total.to(tl.float32), mask=f < F)
+                tl.store(sub_count + bin, 0)
 
 
 @triton.jit(do_not_specialize=["P", "M", "halvings", "T", "C"])
@@ -859,19 +649,20 @@ class Table:
             self.pool = self.held.new_empty(min(self.limit, room), self.width)
             self.bound = 0
 
-    def read(self, q: Tensor, keys: Tensor, o: Tensor, chunk: Chunk, write: bool) -> tuple[Found, Tensor | None]:
-        """Read what a chunk of queries `[G, T, H, K]` finds into `o` `[N, ticks, V]`; `write` keeps what writing it needs.
+    def read(self, found: Found, o: Tensor, chunk: Chunk, write: bool) -> Tensor | None:
+        """Read the slots `found` of a chunk into `o` `[N, ticks, V]`; `write` keeps what writing it needs.
 
-        Returns: the slots, and where the rows lie, int32 `[X * E]`, if they are to be found again (None: in `values`).
+        Returns: where the rows lie, int32 `[X * E]`, if they are to be found again (None: in `values`).
         """
         tokens, options = o.shape[0] * chunk.width, self.options
-        arguments = (q, keys, options.top_k, options.score, options.score_eps)
         numbers = self.numbers if self.places or self.changed else None
         kept = None
         if self.keep and numbers is not None:
             kept = torch.empty(tokens * self.entries, dtype=torch.int32, device=o.device)
-        tail = (
-            *(numbers, self.values, self.held, self.pool, self.held.shape[0], self.line, o, kept),
+        given = (
+            *(found.slots, found.weights, numbers, self.values, self.held, self.pool, self.held.shape[0]),
+            *(self.line, o, kept),
+            *((found.index, found.half) if write else (None, None)),
             *((chunk.v, chunk.target, chunk.known, chunk.real, chunk.due, chunk.gate) if write else [None] * 6),
             *((self.residual, self.peak, self.count, self.rank) if write else [None] * 4),
             *((self.sub_count, self.sub_rank, self.use[self.stamp]) if write else [None] * 3),
@@ -880,21 +671,13 @@ class Table:
         sizes = {
             **{"E": self.entries, "V": self.width, "H": self.heads, "K": options.top_k, "N_SUB": self.sub},
             **{"WRITES": write, "KEYS": options.address_loss, "GATED": options.gate_weighting},
-            **{"NORMALIZE": options.normalize_targets, "UNIT": UNIT},
+            **{"NORMALIZE": options.normalize_targets, "UNIT": UNIT, "num_warps": 4},
             "BH": triton.next_power_of_2(2 * self.heads),
-            "BJ": triton.next_power_of_2(options.top_k),
+            "BK": triton.next_power_of_2(options.top_k),
         }
-        tile = _tile(self.entries, self.width)
         with on_device(o):
-            if self.heads == 1 and options.top_k <= 16 and tile["BE"] >= options.top_k:
-                begun = begin_search(*arguments)
-                given = (*begun.arguments, *begun.numbers[3:], *tail)
-                launch_in_order(_search_and_read_kernel, (tokens,), given, {**sizes, **tile, **begun.options})
-                return begun.found, kept
-            found = search(*arguments)
-            given = (found.slots, found.weights, found.index, found.half, *tail)
-            launch_in_order(_read_kernel, (tokens,), given, {**sizes, **tile, "num_warps": 4})
-        return found, kept
+            launch_in_order(_read_kernel, (tokens,), given, {**sizes, **_tile(self.entries, self.width)})
+        return kept
 
     def write(self, found: Found, q: Tensor, keys: Tensor, chunk: Chunk) -> Tensor:
         """Move the rows by what a chunk of queries `[G, T, H, K]` read, and the sub-keys `[G, 2, H, n, F]`: the new ones."""
@@ -909,7 +692,7 @@ class Table:
             at_once = min(at_once, max(1, 8192 // triton.next_power_of_2(size)))
         sub_blocks = triton.cdiv(per * 2 * self.heads, at_once)
         splits = max(1, min(MOST, triton.cdiv(per, 4 * SUB_PIECE)))
-        items = self.groups * bins * splits if moves else 0
+        items = self.groups * bins * splits
         wide, new_keys = _tile(1, width)["BV"], torch.empty_like(keys) if moves else keys
         sizes = {
             **{"E": self.entries, "H": self.heads, "K": options.top_k, "N_SUB": self.sub, "BINS": bins, "F": size},
@@ -940,19 +723,26 @@ class Table:
             )
             launch_in_order(
                 _write_kernel,
-                (min(PROGRAMS, max(entries, items)) * (2 if moves else 1),),
+                (min(PROGRAMS, entries),),
                 (
                     *(self.pieces, self.bound_of, self.entry_row, self.entry_weight, self.residual, self.values),
-                    *(self.held, self.pool, self.sums, self.finished, cursor, q, keys, new_keys, self.sub_count),
-                    *(self.sub_begin, sub_bound, self.sub_row, self.sub_weight, self.sub_sums, self.sub_finished),
-                    *(P, options.value_lr, entries, options.key_lr, items, splits),
+                    *(self.held, self.pool, self.sums, self.finished, cursor, P, options.value_lr, entries),
                 ),
                 {
-                    **sizes,
-                    **{"V": width, "AVERAGE": options.row_averaging, "MOVES": moves, "BV": wide},
-                    **{"BE": min(4, max(1, 2048 // wide)), "SUB_BE": 8},
+                    **{**sizes, "V": width, "AVERAGE": options.row_averaging},
+                    **{"BE": min(4, max(1, 2048 // wide)), "BV": wide},
                 },
             )
+            if moves:
+                launch_in_order(
+                    _keys_kernel,
+                    (min(PROGRAMS, items),),
+                    (
+                        *(q, keys, new_keys, self.sub_count, self.sub_begin, sub_bound, self.sub_row),
+                        *(self.sub_weight, self.sub_sums, self.sub_finished, options.key_lr, items, splits),
+                    ),
+                    {**sizes, "BE": 8, "num_warps": 2},
+                )
         self.changed = True
         return new_keys
 

@@ -103,13 +103,14 @@ class _Call:
 
     def run(self, q_stream: Tensor, steps: list[_Read] | None = None) -> Tensor:
         """What the streams `[N, L, H, K]` read from tick `first` on, `[N, L - first, V]`; `steps` takes what backward needs."""
-        clock = self.clock
+        clock, options = self.clock, self.options
         o = self.v.new_empty(clock.sequences, clock.ticks - clock.first, self.v.shape[2])
         reads = []
         for chunk, write in self._chunks():
             q = q_stream[:, chunk.start : chunk.start + chunk.width]
             q = q.reshape(self.keys.shape[0], -1, *q.shape[2:]).contiguous()
-            found, kept = self.table.read(q, self.keys, o, chunk, write)
+            found = search(q, self.keys, options.top_k, options.score, options.score_eps)
+            kept = self.table.read(found, o, chunk, write)
             if steps is not None:
                 steps.append((chunk, q, self.keys, found, kept))
             if watching():

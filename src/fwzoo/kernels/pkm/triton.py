@@ -75,9 +75,7 @@ def _backward(
         d_q, *pull = backward(queries, keys[None], found, score, through.view_as(d_weights))
     else:
         d_q, *pull = backward(queries, keys[None], found, score, d_weights, d_v[None], values)
-    d_keys = (
-        key_gradient(queries, keys[None], found, score, *pull)[0].to(keys.dtype) if keys_grad else keys.new_empty(0)
-    )
+    d_keys = key_gradient(queries, keys[None], score, *pull)[0].to(keys.dtype) if keys_grad else keys.new_empty(0)
     return d_q[0].unflatten(0, q.shape[:2]), d_keys, d_values
 
 
