@@ -7,7 +7,6 @@ because its 16-bit arithmetic is not right. Kernels read strides from shapes: ev
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,9 +22,14 @@ from .ranks import CHUNK, Ranks
 INTERPRET = tl.constexpr(INTERPRETING)
 
 
+def power(size: int) -> int:
+    """The power of two that holds `size`."""
+    return 1 << (size - 1).bit_length()
+
+
 def block(size: int) -> int:
     """The power of two, at least 16, that holds `size`."""
-    return max(16, 1 << (size - 1).bit_length())
+    return max(16, power(size))
 
 
 def parts(size: int, block: int) -> int:
@@ -39,6 +43,7 @@ def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 _COMPILED: dict[tuple[Any, ...], Any] = {}
+SETTINGS = ("num_warps", "num_stages")
 
 
 def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
@@ -47,38 +52,47 @@ def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
     Arguments that the kernel has no parameter for are left out, but for num_warps and num_stages.
     """
     given = [arguments.get(name) for name in kernel.arg_names]
-    launch_in_order(
-        kernel, grid, given, {name: arguments[name] for name in ("num_warps", "num_stages") if name in arguments}
-    )
+    launch_in_order(kernel, grid, given, {name: arguments[name] for name in SETTINGS if name in arguments})
 
 
 def launch_in_order(kernel: Any, grid: tuple[int, ...], given: Sequence[Any], options: dict[str, Any]) -> None:
-    """`launch` with the first arguments in the kernel's order; options: the others, num_warps and num_stages."""
-    others = kernel.arg_names[len(given) :]
-    given = [*given, *(options.get(name) for name in others)]
-    settings = {name: x for name, x in options.items() if name in ("num_warps", "num_stages")}
-    if INTERPRETING:
-        kernel[grid](*given, **settings)
-        return
-    key: list[Any] = [kernel, given[0].get_device(), *settings.values()]
-    for unspecialized, x in zip(_unspecialized(kernel), given, strict=True):
-        if isinstance(x, Tensor):
-            key += x.dtype, x.data_ptr() % 16
-        elif not unspecialized or x is None:
-            key.append(x)
-        else:
-            key.append(-(2**31) <= x < 2**31)
-    compiled = _COMPILED.get(tuple(key))
-    if compiled is None:
-        _COMPILED[tuple(key)] = kernel[grid](*given, **settings)
-    else:
-        compiled[(*grid, 1, 1)[:3]](*given)
+    """`launch` with the first arguments in the kernel's order; options: the others, num_warps and num_stages.
+
+    A tensor goes to what was compiled as its address, which spares asking the driver what it is.
+    """
+    key: list[Any] = [id(kernel), *options.items()]
+    addresses: list[Any] = []
+    if not INTERPRETING:
+        key.append(given[0].get_device())
+        for unspecialized, x in zip(_unspecialized(kernel), given, strict=False):
+            if isinstance(x, Tensor):
+                address = x.data_ptr()
+                key += x.dtype, address % 16
+                addresses.append(address)
+            else:
+                key.append(x if x is None or not unspecialized else -(2**31) <= x < 2**31)
+                addresses.append(x)
+        compiled, others = _COMPILED.get(tuple(key), (None, ()))
+        if compiled is not None:
+            compiled[(*grid, 1, 1)[:3]](*addresses, *others)
+            return
+    others = [options.get(name) for name in kernel.arg_names[len(given) :]]
+    settings = {name: options[name] for name in SETTINGS if name in options}
+    compiled = kernel[grid](*given, *others, **settings)
+    if not INTERPRETING:
+        _COMPILED[tuple(key)] = compiled, others
 
 
-@functools.cache
+_UNSPECIALIZED: dict[int, list[bool]] = {}
+
+
 def _unspecialized(kernel: Any) -> list[bool]:
     """Which parameters of a kernel are numbers that it is compiled once for."""
-    return [not x.is_constexpr and x.do_not_specialize for x in kernel.params]
+    found = _UNSPECIALIZED.get(id(kernel))
+    if found is None:
+        found = [not x.is_constexpr and x.do_not_specialize for x in kernel.params]
+        _UNSPECIALIZED[id(kernel)] = found
+    return found
 
 
 def custom(

@@ -4,7 +4,7 @@ Imported only by the `triton` levels. Axis letters as in `product_keys`: G memor
 n sub-keys a half, k slots read, V value size; M candidates.
 
 Search in two stages that together are exact. `_candidates` scores all sub-keys on tensor cores (idw as 2 q.k - |k|^2, from
-sub-keys in 16 bit) and marks those that may be among the k best, given how wrong such a score can be. `choose` scores these
+sub-keys in 16 bit) and marks those that may be among the k best, given how wrong such a score can be. `_finish` scores these
 exactly (idw by differences) and takes the k best. Where more are marked than it has room for, it scores all of them.
 """
 
@@ -278,9 +278,8 @@ def _add_rows(
     return total + tl.sum(x * weight[:, None], 0)
 
 
-@triton.jit
-def choose(
-    row,
+@triton.jit(do_not_specialize=["T", "total", "begin"])
+def _finish(
     q,
     keys,
     work,
@@ -289,6 +288,11 @@ def choose(
     half,
     slots,
     weights,
+    table,
+    rows,
+    place,
+    kept,
+    out,
     T,
     H,
     n,
@@ -307,13 +311,18 @@ def choose(
     PAIRS: tl.constexpr,
     BP: tl.constexpr,
     IDW: tl.constexpr,
+    V: tl.constexpr,
+    BE: tl.constexpr,
+    BV: tl.constexpr,
+    READ: tl.constexpr,
+    PLACED: tl.constexpr,
+    KEEP: tl.constexpr,
 ):
-    """One token and head: exact scores of the marked sub-keys, the best of each half, the best pairs, softmax.
+    """One token and head: exact scores of the marked sub-keys, the best of each half, the best pairs, softmax (READ: and rows).
 
     total: tokens times tables. begin: of the marks in `work`.
-
-    Returns: of PAIRS pairs their place among the best, their slots, and weights: 0 but for the best TOP.
     """
+    row = tl.program_id(0).to(tl.int64)
     g, h = row // (T * H), row % H
     own_q, own_keys = q + row * 2 * F, keys + (g * 2 * H + h) * n * F
     part, r, w = tl.arange(0, 2)[:, None], tl.arange(0, BM)[None, :], tl.arange(0, BW)[None, :]
@@ -363,68 +372,14 @@ def choose(
     weight = weight / tl.sum(weight, 0)
     tl.store(slots + row * TOP + place_of, slot, mask=chosen)
     tl.store(weights + row * TOP + place_of, weight, mask=chosen)
-    return place_of, slot, weight
-
-
-@triton.jit
-def in_order(place_of, slot, weight, e):
-    """Slots and weights of the places `e`."""
-    here = place_of[None, :] == e[:, None]
-    return tl.sum(tl.where(here, slot[None, :], 0), 1), tl.sum(tl.where(here, weight[None, :], 0.0), 1)
-
-
-@triton.jit(do_not_specialize=["T", "total", "begin"])
-def _finish(
-    q,
-    keys,
-    work,
-    pairs,
-    index,
-    half,
-    slots,
-    weights,
-    table,
-    rows,
-    place,
-    kept,
-    out,
-    T,
-    H,
-    n,
-    total,
-    begin,
-    eps,
-    F: tl.constexpr,
-    TOP: tl.constexpr,
-    WORDS: tl.constexpr,
-    BW: tl.constexpr,
-    BITS: tl.constexpr,
-    BM: tl.constexpr,
-    BR: tl.constexpr,
-    BK: tl.constexpr,
-    BF: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BP: tl.constexpr,
-    IDW: tl.constexpr,
-    V: tl.constexpr,
-    BE: tl.constexpr,
-    BV: tl.constexpr,
-    READ: tl.constexpr,
-    PLACED: tl.constexpr,
-    KEEP: tl.constexpr,
-):
-    """`choose` for one token and head (READ: and its rows)."""
-    row = tl.program_id(0).to(tl.int64)
-    place_of, slot, weight = choose(
-        *(row, q, keys, work, pairs, index, half, slots, weights, T, H, n, total, begin, eps),
-        *(F, TOP, WORDS, BW, BITS, BM, BR, BK, BF, PAIRS, BP, IDW),
-    )
     if READ:
         e = tl.arange(0, BE)
-        slot, weight = in_order(place_of, slot, weight, e)
+        here = place_of[None, :] == e[:, None]
+        slot = tl.sum(tl.where(here, slot[None, :], 0), 1)
+        weight = tl.sum(tl.where(here, weight[None, :], 0.0), 1)
         own = place
         if PLACED:
-            own = place + row // (T * H) * (n * n)
+            own = place + g * (n * n)
         for start in range(0, V, BV):
             v = start + tl.arange(0, BV)
             read = tl.zeros([BV], tl.float32)
@@ -548,17 +503,7 @@ def _plan(top_k: int, heads: int, n: int, half_size: int, many: bool) -> _Plan:
     )
 
 
-class Begun(NamedTuple):
-    """A search whose candidates are marked: what `choose` takes."""
-
-    found: Found
-    arguments: tuple[Any, ...]
-    numbers: tuple[Any, ...]
-    options: dict[str, Any]
-
-
-def begin_search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float) -> Begun:
-    """The first stage of `search`."""
+def _search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float, reading: Any) -> Found:
     groups, tokens, heads, size = q.shape
     n, half_size = keys.shape[3], size // 2
     plan, idw = _plan(top_k, heads, n, half_size, groups * tokens * heads >= 1 << 12), score == "idw"
@@ -581,30 +526,22 @@ def begin_search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float) ->
     with on_device(q):
         launch_in_order(_prepare, (tables, plan.rows // 16), (keys, rounded, work, n), plan.prepare)
         launch_in_order(_candidates, grid, (q, rounded, work, tokens, heads, n, UNSURE), {**plan.score, "IDW": idw})
-    return Begun(
-        found,
-        (q, keys, work, _pairs(top_k, q.device), found.index, found.half, found.slots, found.weights),
-        (tokens, heads, n, total, 2 * tables * plan.rows, eps),
-        {**plan.finish, "IDW": idw},
-    )
-
-
-def _search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float, reading: Any) -> Found:
-    begun = begin_search(q, keys, top_k, score, eps)
-    with on_device(q):
         launch_in_order(
             _finish,
-            (begun.found.slots.shape[:3].numel(),),
-            (*begun.arguments, *(reading or (None,) * 5), *begun.numbers),
+            (groups * tokens * heads,),
+            (
+                *(q, keys, work, _pairs(top_k, q.device), found.index, found.half, found.slots, found.weights),
+                *(reading or (None,) * 5),
+                *(tokens, heads, n, total, 2 * tables * plan.rows, eps),
+            ),
             {
-                **begun.options,
+                **{**plan.finish, "IDW": idw, "READ": reading is not None},
                 **_row_options(top_k, reading[0] if reading else None),
-                "READ": reading is not None,
                 "PLACED": reading is not None and reading[2] is not None,
                 "KEEP": reading is not None and reading[3] is not None,
             },
         )
-    return begun.found
+    return found
 
 
 def _row_options(entries: int, table: Tensor | None) -> dict[str, int]:

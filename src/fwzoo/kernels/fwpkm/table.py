@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gpu import launch_in_order, on_device, read
+from ..gpu import launch_in_order, on_device, power, read
+from ..gpu import parts as count_parts
 from ..product_key_search import Found
 from .state import FwpkmState, Options
 
@@ -621,7 +622,7 @@ class Table:
             self.count = counts[0]
             self.begin = torch.empty_like(self.count)
             self.sub_count, self.sub_begin = torch.zeros(2, bins, dtype=torch.int32, device=device)
-            self.sub_bounds = torch.zeros(updates, triton.cdiv(self.groups, 4) * 4, dtype=torch.int32, device=device)
+            self.sub_bounds = torch.zeros(updates, count_parts(self.groups, 4) * 4, dtype=torch.int32, device=device)
             self.use = torch.zeros(updates, bins, dtype=torch.int64, device=device)
             self.cursors = torch.zeros(updates + 1, 2, dtype=torch.int64, device=device)  # last: rows of the pool
             # of a chunk, from when it is read until it is written: residuals, the largest number of each, and which of its
@@ -672,8 +673,8 @@ class Table:
             **{"E": self.entries, "V": self.width, "H": self.heads, "K": options.top_k, "N_SUB": self.sub},
             **{"WRITES": write, "KEYS": options.address_loss, "GATED": options.gate_weighting},
             **{"NORMALIZE": options.normalize_targets, "UNIT": UNIT, "num_warps": 4},
-            "BH": triton.next_power_of_2(2 * self.heads),
-            "BK": triton.next_power_of_2(options.top_k),
+            "BH": power(2 * self.heads),
+            "BK": power(options.top_k),
         }
         with on_device(o):
             launch_in_order(_read_kernel, (tokens,), given, {**sizes, **_tile(self.entries, self.width)})
@@ -687,17 +688,17 @@ class Table:
         P, line, per = self.held.shape[0], self.line, tokens // self.groups
         cursor, use, sub_bound = self.cursors[self.stamp], self.use[self.stamp], self.sub_bounds[self.stamp]
         self.stamp += 1
-        blocks, at_once = triton.cdiv(entries, LINE), max(1, 512 // triton.next_power_of_2(options.top_k))
+        blocks, at_once = count_parts(entries, LINE), max(1, 512 // power(options.top_k))
         if options.score == "dot":
-            at_once = min(at_once, max(1, 8192 // triton.next_power_of_2(size)))
-        sub_blocks = triton.cdiv(per * 2 * self.heads, at_once)
-        splits = max(1, min(MOST, triton.cdiv(per, 4 * SUB_PIECE)))
+            at_once = min(at_once, max(1, 8192 // power(size)))
+        sub_blocks = count_parts(per * 2 * self.heads, at_once)
+        splits = max(1, min(MOST, count_parts(per, 4 * SUB_PIECE)))
         items = self.groups * bins * splits
         wide, new_keys = _tile(1, width)["BV"], torch.empty_like(keys) if moves else keys
         sizes = {
             **{"E": self.entries, "H": self.heads, "K": options.top_k, "N_SUB": self.sub, "BINS": bins, "F": size},
             **{"IDW": options.score == "idw", "PIECE": PIECE, "SUB_PIECE": SUB_PIECE, "MOST": MOST, "LINE": LINE},
-            **{"UNIT": UNIT, "BF": max(16, triton.next_power_of_2(size)), "num_warps": 4},
+            **{"UNIT": UNIT, "BF": max(16, power(size)), "num_warps": 4},
         }
         with on_device(q):
             launch_in_order(
@@ -719,7 +720,7 @@ class Table:
                     *(sub_bound, self.sub_row, self.sub_weight, use, chunk.tokens),
                     *(line, per, entries, blocks, sub_blocks),
                 ),
-                {**sizes, "ROWS": at_once, "BK": triton.next_power_of_2(options.top_k)},
+                {**sizes, "ROWS": at_once, "BK": power(options.top_k)},
             )
             launch_in_order(
                 _write_kernel,
@@ -796,8 +797,8 @@ class Table:
 
 def _tile(entries: int, width: int) -> dict[str, int]:
     """Block sizes of kernels that hold some of a token's rows."""
-    wide = max(16, triton.next_power_of_2(width))
-    return {"BE": max(1, min(triton.next_power_of_2(entries), TILE // wide)), "BV": wide}
+    wide = max(16, power(width))
+    return {"BE": max(1, min(power(entries), TILE // wide)), "BV": wide}
 
 
 def step(
@@ -819,7 +820,7 @@ def step(
             E=entries,
             V=v.shape[2],
             QUERY=q.shape[2] * q.shape[3],
-            BQ=triton.next_power_of_2(q.shape[2] * q.shape[3]),
+            BQ=power(q.shape[2] * q.shape[3]),
             **_tile(entries, v.shape[2]),
             num_warps=4,
         )
