@@ -228,10 +228,10 @@ SHAPES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
 
 
 def sized(batch: int, tokens: int, heads: int, n: int, k: int, v: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).double().cuda()
+        return torch.randn(shape, generator=generator, device="cuda").double()
 
     gate = normal(batch, tokens).sigmoid().float().double()
     return (

@@ -22,18 +22,18 @@ VECTORS = memory_cases.vectors("pkm")
 
 def run(given: dict[str, Tensor], dtype: torch.dtype = torch.float32, **options: Any) -> dict[str, Tensor]:
     found = memory_cases.run("pkm", {name: x.to(DEVICE) for name, x in given.items()}, options, dtype)
-    return {name: x.detach().cpu() for name, x in found.items()}
+    return {name: x.detach() for name, x in found.items()}
 
 
 def draw(batch: int, tokens: int, heads: int, size: int, n: int, value: int) -> dict[str, Tensor]:
-    g = torch.Generator().manual_seed(tokens + n)
+    g = torch.Generator(DEVICE).manual_seed(tokens + n)
     shapes = {
         "in.q": (batch, tokens, heads, size),
         "in.keys": (2, heads, n, size // 2),
         "in.values": (n * n, value),
         "cotangent.o": (batch, tokens, value),
     }
-    return {name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in shapes.items()}
+    return {name: torch.randn(x, generator=g, dtype=torch.float64, device=DEVICE) for name, x in shapes.items()}
 
 
 def check(given: dict[str, Tensor], dtype: torch.dtype = torch.float32, **options: Any) -> None:
@@ -53,8 +53,8 @@ def check(given: dict[str, Tensor], dtype: torch.dtype = torch.float32, **option
 
 def apart(given: dict[str, Tensor], top_k: int, score: str) -> dict[str, Tensor]:
     """The tokens without near-ties, as one row."""
-    q, keys = given["in.q"].flatten(0, 1).to(DEVICE)[None], given["in.keys"].to(DEVICE)[None]
-    some = (memory_cases.nearest_tie(q, keys, top_k, score, order=True)[0] > 2e-6).cpu()
+    q, keys = given["in.q"].flatten(0, 1)[None], given["in.keys"][None]
+    some = memory_cases.nearest_tie(q, keys, top_k, score, order=True)[0] > 2e-6
     return {name: x if name in ("in.keys", "in.values") else x.flatten(0, 1)[some][None] for name, x in given.items()}
 
 
@@ -116,6 +116,7 @@ def test_captured_in_a_graph_and_compiled() -> None:
 @pytest.mark.parametrize("path", VECTORS, ids=lambda path: path.stem)
 def test_vectors(path: Path) -> None:
     _, options, given, expected = memory_cases.load(path)
+    expected = {name: x.to(DEVICE) for name, x in expected.items()}
     plain, found = (run(given, **options, level=level) for level in ("chunk", "triton"))
     assert torch.equal(found["slots"], expected["slots"].long())
     wrong = too_large(found, expected, plain, torch.float32)
