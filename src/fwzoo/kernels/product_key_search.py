@@ -617,6 +617,7 @@ def _backward(
     n,
     TOP: tl.constexpr,
     BK: tl.constexpr,
+    BJ: tl.constexpr,
     F: tl.constexpr,
     BF: tl.constexpr,
     IDW: tl.constexpr,
@@ -657,15 +658,25 @@ def _backward(
         tl.store(pull + kept, c, mask=some)
         bin = ((g * 2 + part) * H + h) * n + i
         tl.store(bins + kept, tl.where(c != 0, bin, tl.num_programs(0) // T * 2 * n).to(tl.int32), mask=some)
+        reach = tl.max(tl.where(some & (c != 0), j + 1, 0), 0)  # only zeros follow
         own_q, own_keys = (row * 2 + part) * F, keys + ((g * 2 + part) * H + h) * n * F
-        needed = some & (c != 0)
+        tl.debug_barrier()
         for start in range(0, F, BF):
             f = start + tl.arange(0, BF)
-            inside = needed[:, None] & (f < F)[None, :]
-            y = read_values(own_keys + i[:, None] * F + f[None, :], inside).to(tl.float32)
+            total = tl.zeros([BF], tl.float32)
             if IDW:
-                y = y - read_values(q + own_q + f, f < F).to(tl.float32)[None, :]
-            tl.store(d_q + own_q + f, tl.sum(tl.where(inside, y * c[:, None], 0.0), 0), mask=f < F)
+                query = read_values(q + own_q + f, f < F).to(tl.float32)
+            for first in range(0, reach, BJ):
+                e = (row * 2 + part) * TOP + first + tl.arange(0, BJ)
+                near = first + tl.arange(0, BJ) < reach
+                shares = tl.load(pull + e, mask=near, other=0.0)
+                inside = (shares != 0)[:, None] & (f < F)[None, :]
+                from_key = own_keys + tl.load(index + e, mask=near, other=0)[:, None] * F + f[None, :]
+                y = read_values(from_key, inside).to(tl.float32)
+                if IDW:
+                    y = y - query[None, :]
+                total += tl.sum(tl.where(inside, y * shares[:, None], 0.0), 0)
+            tl.store(d_q + own_q + f, total, mask=f < F)
 
 
 @triton.jit
@@ -780,9 +791,9 @@ def backward(
             ),
             {
                 **{"TOP": top_k, "BK": block_k, "F": half_size, "IDW": score == "idw", "V": size, "KEPT": kept},
-                "BF": min(triton.next_power_of_2(half_size), 4096 // block_k),
+                **{"BJ": 8, "BF": min(256, triton.next_power_of_2(half_size))},
                 "BV": min(triton.next_power_of_2(size), 4096 // block_k),
-                **{"ROWS": table is not None, "num_warps": 4},
+                **{"ROWS": table is not None, "num_warps": 4 if table is not None else 1},
             },
         )
     return d_q, pull, bins
@@ -829,7 +840,7 @@ def sparse_table_gradient(d_out: Tensor, slots: Tensor, weights: Tensor, dtype: 
     return rows, _sum_of_readers(d_out, order, bounds, weights, dtype)[0]
 
 
-READERS = (4, 1)  # of a row at a time, and warps
+READERS = (2, 1)  # of a row at a time, and warps
 
 
 def _sum_of_readers(
