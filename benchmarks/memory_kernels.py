@@ -162,7 +162,7 @@ def triton_write(T: int) -> Call:
     from fwzoo.kernels.product_key_search import search
 
     given, v, gate, state, options = writing(T)
-    table = Table(given.table, state, options, heads=1, updates=1, tokens=T, keep=False)
+    table = Table(given.table, state, options, heads=1, updates=TURNS, tokens=T, keep=False)
     target, real = torch.arange(T, device="cuda")[None], torch.ones(1, T, dtype=torch.bool, device="cuda")
     number = torch.full((1,), T, dtype=torch.int32, device="cuda")
     chunk = Chunk(0, T, T, 0, T, v, gate, target, real, real, None, number)

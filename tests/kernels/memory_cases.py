@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from fwzoo.kernels import fwmlp, fwpkm, pkm
+from fwzoo.kernels.product_keys import score_all
 
 DATA = Path(__file__).parents[1] / "data"
 OPERATORS = {"pkm": pkm, "fwpkm": fwpkm, "fwmlp": fwmlp}
@@ -70,3 +71,18 @@ def run(
     for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
         results[f"grad.{name}"] = torch.zeros_like(leaf) if grad is None else grad
     return results
+
+
+def nearest_tie(q: Tensor, keys: Tensor, top_k: int, score: str, order: bool) -> Tensor:
+    """How near a token's best scores are to a tie that changes which slots it reads (order: or their order), `[G, T]`."""
+    n = keys.shape[3]
+    half = score_all(q.unflatten(-1, (2, -1)), keys, score, 1e-3).topk(min(top_k + 1, n), -1).values
+    best = half[..., :top_k]
+    sums = (best[..., 0, :, None] + best[..., 1, None, :]).flatten(-2)
+    first = 0 if order else top_k - 1
+    gaps = []
+    for x in (half, sums.topk(min(top_k + 1, top_k * top_k), -1).values):
+        if x.shape[-1] > first + 1:
+            gap = -x[..., first:].diff(dim=-1).amax(-1) / x.abs().amax(-1).clamp(min=1)
+            gaps.append(gap.flatten(2).amin(2))
+    return torch.stack(gaps).amin(0) if gaps else torch.full(q.shape[:2], torch.inf, device=q.device)

@@ -28,9 +28,14 @@ INTERPRET = tl.constexpr(INTERPRETING)
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
+def power(size: int) -> int:
+    """The power of two that holds `size`."""
+    return 1 << (size - 1).bit_length()
+
+
 def block(size: int) -> int:
     """The power of two, at least 16, that holds `size`."""
-    return max(16, 1 << (size - 1).bit_length())
+    return max(16, power(size))
 
 
 def parts(size: int, block: int) -> int:
@@ -119,6 +124,11 @@ def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> Any:
         compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *addresses)
     note_launch((*grid, 1, 1)[:3], compiled, given)
     return compiled
+
+
+def launch_in_order(kernel: Any, grid: tuple[int, ...], given: Sequence[Any], options: dict[str, Any]) -> None:
+    """`launch` with the first arguments in the kernel's order; options: the others, num_warps and num_stages."""
+    launch(kernel, grid, **dict(zip(kernel.arg_names, given, strict=False)), **options)
 
 
 _LIBRARIES: dict[str, torch.library.Library] = {}

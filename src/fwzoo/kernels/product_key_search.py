@@ -4,9 +4,8 @@ Imported only by the `triton` levels. Axis letters as in `product_keys`: G memor
 n sub-keys a half, k slots read, V value size; M candidates.
 
 Search in two stages that together are exact. `_candidates` scores all sub-keys on tensor cores (idw as 2 q.k - |k|^2, from
-sub-keys in 16 bit) and keeps the M best of every block of them in registers. `_finish` scores these exactly (idw by
-differences) and takes the k best. The first stage knows how wrong it can be: where one of the sub-keys that it left out may
-belong to the k best, `_finish` scores all of them exactly.
+sub-keys in 16 bit) and marks those that may be among the k best, given how wrong such a score can be. `_finish` scores these
+exactly (idw by differences) and takes the k best. Where more are marked than it has room for, it scores all of them.
 """
 
 from __future__ import annotations
@@ -20,14 +19,13 @@ import triton.language as tl
 from torch import Tensor
 
 from .contract import INTERPRETING
-from .gpu import on_device
+from .gpu import launch_in_order, on_device
 from .gpu import read as read_values
 
 MOST_IN_BLOCK = 512  # sub-keys that a program scores: their scores stay in registers
 UNSURE = 2**-15  # error of an approximate score beside that of rounded sub-keys, to the squared lengths
-SPARE = 8  # candidates of a block beyond k
-CUT = tl.constexpr(8e-5)  # what the last bits hold of a candidate's distance, at most: MOST_IN_BLOCK / 2^23
 LARGEST = tl.constexpr(0x7FFFFFFF)
+INFINITE = tl.constexpr(0x7F800000)  # the bits of a float32
 
 
 class Found(NamedTuple):
@@ -77,7 +75,7 @@ def _prepare(
     tl.store(squares + tl.num_programs(0).to(tl.int64) * NP, rest)
 
 
-@triton.jit(do_not_specialize=["T", "total"])
+@triton.jit(do_not_specialize=["T"])
 def _candidates(
     q,
     rounded,
@@ -85,21 +83,22 @@ def _candidates(
     T,
     H,
     n,
-    total,
     unsure,
     F: tl.constexpr,
-    M: tl.constexpr,
+    TOP: tl.constexpr,
     BLOCKS: tl.constexpr,
     BN: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
     FP: tl.constexpr,
     BT: tl.constexpr,
     BF: tl.constexpr,
     IDW: tl.constexpr,
 ):
-    """The M best of a block of sub-keys by approximate scores, best first. total: tokens times tables.
+    """Marks the sub-keys of a block that may be among the TOP best, by approximate scores.
 
-    A candidate is how far it is from the block's best score (float32, taken as an integer) with its place in the last bits.
-    bounds: the best score, and how wrong a score can be.
+    Bit b of word w is sub-key (w // 8 * BITS + b) * 8 + w % 8, so that a thread finds the bits of its words among the scores that
+    it holds. The limit is the TOP-th best of the best scores of groups of GROUP sub-keys, which at least TOP sub-keys reach.
     """
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     block, other = tl.program_id(1) % BLOCKS, tl.program_id(1) // BLOCKS
@@ -133,20 +132,45 @@ def _candidates(
         scores = 2 * scores - square[None, :]
     some = (block * BN + i < n)[None, :]
     scores = tl.where(some, scores, float("-inf"))
-    best = tl.max(scores, 1)
-    key = ((best[:, None] - scores).to(tl.int32, bitcast=True) & (LARGEST - (BN - 1))) | i[None, :]
-    key = tl.where(some, key, (LARGEST - (BN - 1)) | i[None, :])
-    out = (row * 2 + part) * BLOCKS + block
-    found = work + 2 * keys
-    bounds = (found + total.to(tl.int64) * BLOCKS * M).to(tl.pointer_type(tl.float32))
-    least = tl.zeros([BT], tl.int32)
-    for j in range(M):  # the lowest key from `least` on: those below it wrap around to large numbers
-        ahead = (key - least[:, None]).to(tl.uint32, bitcast=True)
-        least += tl.min(ahead, 1).to(tl.int32, bitcast=True)
-        tl.store(found + out * M + j, least, mask=real)
-        least += 1
-    tl.store(bounds + out * 2, best, mask=real)
-    tl.store(bounds + out * 2 + 1, wrong, mask=real)
+    away = tl.max(scores, 1)[:, None] - scores  # not negative, so ordered as its bits are
+    bits = tl.reshape(away.to(tl.uint32, bitcast=True), [BT, BN // (8 * GROUP), GROUP, 8])
+    mins = tl.reshape(tl.min(bits, 2), [BT, BN // GROUP])
+    least, limit = tl.zeros([BT], tl.uint32), tl.zeros([BT], tl.uint32)
+    for _ in range(TOP):  # the lowest from `least` on: those below it wrap around to large numbers
+        limit = tl.min(mins - least[:, None], 1) + least
+        limit = tl.where(limit < least, INFINITE, limit)  # there is none
+        least = limit + 1
+    limit = (limit.to(tl.float32, bitcast=True) + 2 * wrong) * (1 + 1e-6)
+    near = ((away > limit[:, None]) == 0) & some  # all, where there is a NaN
+    near = tl.reshape(near.to(tl.uint32), [BT, BN // (8 * BITS), BITS, 8]) << tl.arange(0, BITS)[None, None, :, None]
+    words = tl.reshape(tl.sum(near, 2), [BT, BN // BITS]).to(tl.int32, bitcast=True)
+    out = ((row * 2 + part) * BLOCKS + block) * (BN // BITS)
+    tl.store(work + 2 * keys + out[:, None] + tl.arange(0, BN // BITS)[None, :], words, mask=real[:, None])
+
+
+@triton.jit
+def _ones(x):
+    """How many bits of uint32 are set."""
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    return (((x + (x >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
+
+
+@triton.jit
+def _list_marked(words, out, part, w, BITS: tl.constexpr, BM: tl.constexpr):
+    """Puts the first BM sub-keys marked in `words` `[2, W]` into `out` `[2, BM]`; how many are marked, `[2, 1]`. w: `[1, W]`."""
+    words = words.to(tl.uint32, bitcast=True)
+    here = _ones(words).to(tl.int32)
+    upto = tl.cumsum(here, 1)
+    place = upto - here
+    for _ in range(tl.max(tl.max(here, 1), 0)):
+        low = words & (0 - words)
+        bit = ((low.to(tl.float32).to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
+        tl.store(out + part * BM + place, (w // 8 * BITS + bit) * 8 + w % 8, mask=(words != 0) & (place < BM))
+        words = words & (words - 1)
+        place += 1
+    tl.debug_barrier()
+    return tl.max(upto, 1)[:, None]
 
 
 @triton.jit
@@ -276,13 +300,11 @@ def _finish(
     begin,
     eps,
     F: tl.constexpr,
-    M: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BN: tl.constexpr,
     TOP: tl.constexpr,
-    BC: tl.constexpr,
+    WORDS: tl.constexpr,
+    BW: tl.constexpr,
+    BITS: tl.constexpr,
     BM: tl.constexpr,
-    ROOM: tl.constexpr,
     BR: tl.constexpr,
     BK: tl.constexpr,
     BF: tl.constexpr,
@@ -296,49 +318,29 @@ def _finish(
     PLACED: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """One token and head: exact scores of the candidates, the best of each half, the best pairs, softmax (READ: and rows).
+    """One token and head: exact scores of the marked sub-keys, the best of each half, the best pairs, softmax (READ: and rows).
 
-    total: tokens times tables. begin: of the candidates in `work`.
+    total: tokens times tables. begin: of the marks in `work`.
     """
     row = tl.program_id(0).to(tl.int64)
     g, h = row // (T * H), row % H
     own_q, own_keys = q + row * 2 * F, keys + (g * 2 * H + h) * n * F
-    part, r = tl.arange(0, 2)[:, None], tl.arange(0, BM)[None, :]
-    found, size = work + begin, total.to(tl.int64) * BLOCKS
-    bounds = (found + size * M).to(tl.pointer_type(tl.float32))
-    own_scores = bounds + size * 2 + row * 4 * ROOM
-    own_places = (own_scores + 2 * ROOM).to(tl.pointer_type(tl.int32))
-    # which candidates may be among the best
-    j = tl.arange(0, BC)[None, :]
-    at, inside = (row * 2 + part) * BLOCKS + j // M, j // M < BLOCKS
-    key = tl.load(found + at * M + j % M, mask=inside, other=LARGEST)
-    i = j // M * BN + (key & (BN - 1))
-    there = inside & (i < n)
-    i = tl.where(there, i, n + j)
-    away = (key & (LARGEST - (BN - 1))).to(tl.float32, bitcast=True)
-    about = _ordered(tl.load(bounds + at * 2, mask=inside, other=0.0) - away, there)
-    wrong = tl.max(tl.load(bounds + at * 2 + 1, mask=inside, other=0.0), 1)
-    rank = j + tl.zeros([2, BC], tl.int32)  # a block's are in order
-    if BLOCKS > 1:
-        rank = _rank(about, i, own_scores, own_places, part, BC, BR)
-    least = tl.min(tl.where(rank < TOP, about - CUT * away, float("inf")), 1) - 2 * wrong
-    near = there & (about >= least[:, None])
-    missed = (near & ((j % M == M - 1) | (rank >= BM)) & (n > M)) | (wrong == float("inf"))[:, None]
-    some = near | (rank < TOP)
+    part, r, w = tl.arange(0, 2)[:, None], tl.arange(0, BM)[None, :], tl.arange(0, BW)[None, :]
+    marks = work + begin
+    own_scores = (marks + total.to(tl.int64) * WORDS).to(tl.pointer_type(tl.float32)) + row * 4 * BM
+    own_places = (own_scores + 2 * BM).to(tl.pointer_type(tl.int32))
     own_index, own_half = index + row * 2 * TOP, half + row * 2 * TOP
-    if BM < BC:
-        tl.debug_barrier()
-        tl.store(own_places + part * BM + rank, i, mask=some & (rank < BM))
-        tl.debug_barrier()
-        some = r < tl.sum(some.to(tl.int32), 1)[:, None]
-        i = tl.load(own_places + part * BM + r, mask=some, other=0)
-        tl.debug_barrier()
+    words = tl.load(marks + (row * 2 + part) * WORDS + w, mask=w < WORDS, other=0)
+    many = _list_marked(words, own_places, part, w, BITS, BM)
+    some = r < many
+    i = tl.load(own_places + part * BM + r, mask=some, other=0)
+    tl.debug_barrier()
     score = _scores(own_q, own_keys, i, some, H, n, eps, F, BM, BF, IDW)
     i = tl.where(some, i, n + r)
     rank = _rank(score, i, own_scores, own_places, part, BM, BR)
     tl.store(own_index + part * TOP + rank, i, mask=rank < TOP)
     tl.store(own_half + part * TOP + rank, score, mask=rank < TOP)
-    if tl.max(tl.max(missed.to(tl.int32), 1), 0) > 0:  # one that is no candidate may be among the best: score all
+    if tl.max(tl.max(many, 1), 0) > BM:  # not all that are marked have been scored: score all sub-keys
         o = tl.arange(0, BK)[None, :]
         for b in range(tl.cdiv(n, BM)):
             tl.debug_barrier()
@@ -358,16 +360,15 @@ def _finish(
             tl.store(own_half + part * TOP + rank, score, mask=rank < TOP)
             tl.store(own_index + part * TOP + old_rank, old_i, mask=(o < listed) & (old_rank < TOP))
             tl.store(own_half + part * TOP + old_rank, old, mask=(o < listed) & (old_rank < TOP))
-    # the best pairs
     tl.debug_barrier()
-    total, slot = _pair_sums(pairs, own_index, own_half, tl.arange(0, PAIRS), n, TOP)
+    best, slot = _pair_sums(pairs, own_index, own_half, tl.arange(0, PAIRS), n, TOP)
     place_of = tl.zeros([PAIRS], tl.int32)
     for start in range(0, PAIRS, BP):
         more, more_slots = _pair_sums(pairs, own_index, own_half, start + tl.arange(0, BP), n, TOP)
-        before = _before(more[None, :], more_slots[None, :], total[:, None], slot[:, None])
+        before = _before(more[None, :], more_slots[None, :], best[:, None], slot[:, None])
         place_of += tl.sum(before.to(tl.int32), 1)
     chosen = place_of < TOP
-    weight = tl.where(chosen, tl.exp(total - tl.max(total, 0)), 0.0)
+    weight = tl.where(chosen, tl.exp(best - tl.max(best, 0)), 0.0)
     weight = weight / tl.sum(weight, 0)
     tl.store(slots + row * TOP + place_of, slot, mask=chosen)
     tl.store(weights + row * TOP + place_of, weight, mask=chosen)
@@ -466,7 +467,7 @@ class _Plan(NamedTuple):
     tables: int  # of sub-keys of one memory: 2 H
     rows: int  # sub-keys of a table, padded
     size: int  # of a sub-key, padded
-    candidates: int  # of a token, head and half
+    room: int  # numbers that a token, head and half has in `work`
     block_t: int
     prepare: dict[str, int]
     score: dict[str, int]
@@ -477,31 +478,26 @@ class _Plan(NamedTuple):
 def _plan(top_k: int, heads: int, n: int, half_size: int, many: bool) -> _Plan:
     power = triton.next_power_of_2
     block_n = min(MOST_IN_BLOCK, max(16, power(n)))
-    blocks = triton.cdiv(n, block_n)
-    candidates = min(top_k + SPARE, block_n)
-    rows, size, block_m = blocks * block_n, triton.cdiv(half_size, 32) * 32, max(16, power(top_k + 1))
-    block_c = max(16, power(blocks * candidates))
+    blocks, bits = triton.cdiv(n, block_n), min(32, block_n // 8)
+    words = blocks * block_n // bits
+    group = max(1, min(8, block_n // 8, power(block_n // (4 * top_k) + 1) // 2))
+    rows, size = blocks * block_n, triton.cdiv(half_size, 32) * 32
+    block_m = max(16, power(blocks * (top_k + top_k // 4 + 3)))
     pairs = max(16, power(len(_pair_places(top_k))))
-    shared = {"F": half_size, "M": candidates, "BLOCKS": blocks, "BN": block_n}
     return _Plan(
         2 * heads,
         rows,
         size,
-        blocks * candidates,
+        words + 2 * block_m,
         block_t := 64 if many else 16,
         {"F": half_size, "FP": size, "NP": rows, "ROWS": 16, "BF": 32},
-        {**shared, "FP": size, "BT": block_t, "BF": 32, "num_warps": 8, "num_stages": 3},
         {
-            **shared,
-            "TOP": top_k,
-            "BC": block_c,
-            "BM": block_m,
-            "ROOM": max(block_m, block_c),
-            "BR": 16,
-            "BK": max(16, power(top_k)),
-            "BF": min(32, power(half_size)),
-            "PAIRS": pairs,
-            "BP": min(32, pairs),
+            **{"F": half_size, "TOP": top_k, "BLOCKS": blocks, "BN": block_n, "BITS": bits, "GROUP": group},
+            **{"FP": size, "BT": block_t, "BF": 32, "num_warps": 8, "num_stages": 3},
+        },
+        {
+            **{"F": half_size, "TOP": top_k, "WORDS": words, "BW": power(words), "BITS": bits, "BM": block_m, "BR": 16},
+            **{"BK": max(16, power(top_k)), "BF": min(32, power(half_size)), "PAIRS": pairs, "BP": min(32, pairs)},
             "num_warps": 1 if block_m <= 16 else 4 if block_m <= 64 else 8,
         },
     )
@@ -516,11 +512,8 @@ def _search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float, reading
     rounded = torch.empty(
         tables * plan.rows * plan.size, dtype=torch.float32 if INTERPRETING else torch.float16, device=q.device
     )
-    work = torch.empty(  # lengths of sub-keys, candidates, their bounds, room to sort
-        2 * tables * plan.rows + total * (plan.candidates + 2 * plan.finish["BLOCKS"] + 2 * plan.finish["ROOM"]),
-        dtype=torch.int32,
-        device=q.device,
-    )
+    # lengths of sub-keys, marks, room to sort
+    work = torch.empty(2 * tables * plan.rows + total * plan.room, dtype=torch.int32, device=q.device)
     shape = (groups, tokens, heads, top_k)
     halves = (groups, tokens, heads, 2, top_k)
     found = Found(
@@ -529,30 +522,24 @@ def _search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float, reading
         torch.empty(halves, dtype=torch.int32, device=q.device),
         torch.empty(halves, dtype=torch.float32, device=q.device),
     )
-    pairs = _pairs(top_k, q.device)
+    grid = (-(-tokens // plan.block_t), plan.tables * plan.score["BLOCKS"], groups)
     with on_device(q):
-        _prepare[(tables, plan.rows // 16)](keys, rounded, work, n, **plan.prepare)
-        grid = (-(-tokens // plan.block_t), plan.tables * plan.score["BLOCKS"], groups)
-        _candidates[grid](q, rounded, work, tokens, heads, n, total, UNSURE, **plan.score, IDW=idw)
-        _finish[(groups * tokens * heads,)](
-            q,
-            keys,
-            work,
-            pairs,
-            *(found.index, found.half, found.slots, found.weights),
-            *(reading or (None,) * 5),
-            tokens,
-            heads,
-            n,
-            total,
-            2 * tables * plan.rows,
-            eps,
-            **plan.finish,
-            IDW=idw,
-            **_row_options(top_k, reading[0] if reading else None),
-            READ=reading is not None,
-            PLACED=reading is not None and reading[2] is not None,
-            KEEP=reading is not None and reading[3] is not None,
+        launch_in_order(_prepare, (tables, plan.rows // 16), (keys, rounded, work, n), plan.prepare)
+        launch_in_order(_candidates, grid, (q, rounded, work, tokens, heads, n, UNSURE), {**plan.score, "IDW": idw})
+        launch_in_order(
+            _finish,
+            (groups * tokens * heads,),
+            (
+                *(q, keys, work, _pairs(top_k, q.device), found.index, found.half, found.slots, found.weights),
+                *(reading or (None,) * 5),
+                *(tokens, heads, n, total, 2 * tables * plan.rows, eps),
+            ),
+            {
+                **{**plan.finish, "IDW": idw, "READ": reading is not None},
+                **_row_options(top_k, reading[0] if reading else None),
+                "PLACED": reading is not None and reading[2] is not None,
+                "KEEP": reading is not None and reading[3] is not None,
+            },
         )
     return found
 
@@ -624,11 +611,13 @@ def _backward(
     table,
     d_q,
     pull,
+    bins,
     T,
     H,
     n,
     TOP: tl.constexpr,
     BK: tl.constexpr,
+    BJ: tl.constexpr,
     F: tl.constexpr,
     BF: tl.constexpr,
     IDW: tl.constexpr,
@@ -639,8 +628,8 @@ def _backward(
 ):
     """One token and head: gradients of its weights (given, and ROWS: through the rows), of its scores, of its query.
 
-    pull: of every sub-key kept of a half, its share of the query's gradient, `[G, T, H, 2, k]`. KEPT: `table` holds the rows
-    in the order in which they were read.
+    pull: of every sub-key kept of a half, its share of the query's gradient, `[G, T, H, 2, k]`. bins: which of all sub-keys it
+    is, and the number of these where its share is 0. KEPT: `table` holds the rows in the order in which they were read.
     """
     row = tl.program_id(0).to(tl.int64)
     g, h = row // (T * H), row % H
@@ -667,64 +656,61 @@ def _backward(
         if IDW:
             c *= 2 * tl.exp(tl.load(half + kept, mask=some, other=0.0))
         tl.store(pull + kept, c, mask=some)
+        bin = ((g * 2 + part) * H + h) * n + i
+        tl.store(bins + kept, tl.where(c != 0, bin, tl.num_programs(0) // T * 2 * n).to(tl.int32), mask=some)
+        reach = tl.max(tl.where(some & (c != 0), j + 1, 0), 0)  # only zeros follow
         own_q, own_keys = (row * 2 + part) * F, keys + ((g * 2 + part) * H + h) * n * F
-        needed = some & (c != 0)
+        tl.debug_barrier()
         for start in range(0, F, BF):
             f = start + tl.arange(0, BF)
-            inside = needed[:, None] & (f < F)[None, :]
-            y = read_values(own_keys + i[:, None] * F + f[None, :], inside).to(tl.float32)
+            total = tl.zeros([BF], tl.float32)
             if IDW:
-                y = y - read_values(q + own_q + f, f < F).to(tl.float32)[None, :]
-            tl.store(d_q + own_q + f, tl.sum(tl.where(inside, y * c[:, None], 0.0), 0), mask=f < F)
+                query = read_values(q + own_q + f, f < F).to(tl.float32)
+            for first in range(0, reach, BJ):
+                e = (row * 2 + part) * TOP + first + tl.arange(0, BJ)
+                near = first + tl.arange(0, BJ) < reach
+                shares = tl.load(pull + e, mask=near, other=0.0)
+                inside = (shares != 0)[:, None] & (f < F)[None, :]
+                from_key = own_keys + tl.load(index + e, mask=near, other=0)[:, None] * F + f[None, :]
+                y = read_values(from_key, inside).to(tl.float32)
+                if IDW:
+                    y = y - query[None, :]
+                total += tl.sum(tl.where(inside, y * shares[:, None], 0.0), 0)
+            tl.store(d_q + own_q + f, total, mask=f < F)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
 def _key_gradient(
+    order,
+    bounds,
+    pull,
     q,
     keys,
-    index,
-    pull,
-    d_keys,
-    T,
-    H,
-    n,
-    steps,
+    out,
+    splits,
     TOP: tl.constexpr,
     F: tl.constexpr,
+    BE: tl.constexpr,
     BF: tl.constexpr,
-    BN: tl.constexpr,
-    BT: tl.constexpr,
     IDW: tl.constexpr,
 ):
-    """What `steps` blocks of tokens add to the gradient of a block of sub-keys: the matrix of pulls, made here, times queries.
-
-    index, pull: `[G, H, 2, k, T]`.
-    """
-    i = tl.program_id(0) * BN + tl.arange(0, BN)
-    tables, parts = tl.num_programs(1), tl.cdiv(F, BF)
-    table, split = tl.program_id(1).to(tl.int64), tl.program_id(2) // parts
-    g, part, h = table // (2 * H), table // H % 2, table % H
-    f = tl.program_id(2) % parts * BF + tl.arange(0, BF)
-    total = tl.zeros([BN, BF], tl.float32)
-    pulls = tl.zeros([BN], tl.float32)
-    for step in range(split * steps, tl.minimum(split * steps + steps, tl.cdiv(T, BT))):
-        t = step * BT + tl.arange(0, BT)
-        row = ((g * T + t) * H + h) * 2 + part
-        mix = tl.zeros([BN, BT], tl.float32)
-        kept = ((g * H + h) * 2 + part) * TOP * T + t
-        for j in tl.static_range(TOP):
-            own = tl.load(index + kept + j * T, mask=t < T, other=-1)
-            c = tl.load(pull + kept + j * T, mask=t < T, other=0.0)
-            mix = tl.where(i[:, None] == own[None, :], c[None, :], mix)
-        x = read_values(q + row[:, None] * F + f[None, :], (t < T)[:, None] & (f < F)[None, :]).to(tl.float32)
-        total = tl.dot(mix, x, total, input_precision="tf32x3")
+    """One of `splits` parts of the gradient of a sub-key: the sum of pulls times queries (idw: differences) in the order of tokens."""
+    bin, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    begin, end = tl.load(bounds + bin), tl.load(bounds + bin + 1)
+    length = (end - begin + splits - 1) // splits
+    begin, end = begin + split * length, tl.minimum(begin + split * length + length, end)
+    f, e = tl.arange(0, BF), tl.arange(0, BE)
+    total = tl.zeros([BF], tl.float32)
+    key = read_values(keys + bin * F + f, f < F).to(tl.float32)
+    for first in range(begin, end, BE):
+        some = first + e < end
+        entry = tl.load(order + first + e, mask=some, other=0)
+        c = tl.load(pull + entry, mask=some, other=0.0)
+        x = read_values(q + (entry // TOP)[:, None] * F + f[None, :], some[:, None] & (f < F)[None, :]).to(tl.float32)
         if IDW:
-            pulls += tl.sum(mix, 1)
-    inside = (i < n)[:, None] & (f < F)[None, :]
-    if IDW:
-        total -= pulls[:, None] * read_values(keys + (table * n + i)[:, None] * F + f[None, :], inside).to(tl.float32)
-    out = d_keys + ((split * tables + table) * n + i)[:, None] * F + f[None, :]
-    tl.store(out, total, mask=inside)
+            x = x - key[None, :]
+        total += tl.sum(x * c[:, None], 0)
+    tl.store(out + (split * tl.num_programs(0).to(tl.int64) + bin) * F + f, total, mask=f < F)
 
 
 @triton.jit
@@ -734,17 +720,26 @@ def _sum_readers(
     weights,
     d_out,
     out,
+    table,
+    d_weights,
+    new_d_weights,
     E: tl.constexpr,
     V: tl.constexpr,
     BE: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """One row of the table's gradient: the weighted sum of what its readers got, in the order of tokens. E: reads a token."""
+    """One row of the table's gradient: the weighted sum of what its readers got, in the order of tokens. E: reads a token.
+
+    With `table`, also the gradient of its readers' weights, for the row is read once here: `d_weights` and what comes through
+    the row.
+    """
     m = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(bounds + m), tl.load(bounds + m + 1)
     for start in range(0, V, BV):
         v = start + tl.arange(0, BV)
         total = tl.zeros([BV], tl.float32)
+        if table is not None:
+            row = read_values(table + m * V + v, v < V).to(tl.float32)
         for first in range(begin, end, BE):
             e = first + tl.arange(0, BE)
             entry = tl.load(order + e, mask=e < end, other=0)
@@ -752,6 +747,11 @@ def _sum_readers(
             inside = (e < end)[:, None] & (v < V)[None, :]
             x = read_values(d_out + (entry // E)[:, None] * V + v[None, :], inside).to(tl.float32)
             total += tl.sum(x * weight[:, None], 0)
+            if table is not None:
+                d = tl.load(d_weights + entry, mask=(e < end) & (start == 0), other=0.0) + tl.sum(x * row[None, :], 1)
+                d += tl.load(new_d_weights + entry, mask=(e < end) & (start > 0), other=0.0)
+                tl.store(new_d_weights + entry, d, mask=e < end)
+        tl.debug_barrier()
         tl.store(out + m * V + v, total, mask=v < V)
 
 
@@ -764,7 +764,7 @@ def backward(
     d_out: Tensor | None = None,
     table: Tensor | None = None,
     kept: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of a search, and of a read from a shared table.
 
     Args:
@@ -777,104 +777,92 @@ def backward(
     groups, tokens, heads, top_k = found.slots.shape
     half_size = q.shape[3] // 2
     q, keys, d_weights = q.contiguous(), keys.contiguous(), d_weights.contiguous()
-    d_q, pull = torch.empty_like(q), torch.empty_like(found.half)
+    d_q, pull, bins = torch.empty_like(q), torch.empty_like(found.half), torch.empty_like(found.index)
     block_k = max(16, triton.next_power_of_2(top_k))
     size = 1 if table is None else table.shape[1]
     with on_device(q):
-        _backward[(groups * tokens * heads,)](
-            q,
-            keys,
-            found.index,
-            found.half,
-            found.slots,
-            found.weights,
-            d_weights,
-            None if d_out is None else d_out.contiguous(),
-            table,
-            d_q,
-            pull,
-            tokens,
-            heads,
-            keys.shape[3],
-            TOP=top_k,
-            BK=block_k,
-            F=half_size,
-            BF=min(triton.next_power_of_2(half_size), 4096 // block_k),
-            IDW=score == "idw",
-            V=size,
-            BV=min(triton.next_power_of_2(size), 4096 // block_k),
-            ROWS=table is not None,
-            KEPT=kept,
-            num_warps=4,
+        launch_in_order(
+            _backward,
+            (groups * tokens * heads,),
+            (
+                *(q, keys, found.index, found.half, found.slots, found.weights, d_weights),
+                *(None if d_out is None else d_out.contiguous(), table),
+                *(d_q, pull, bins, tokens, heads, keys.shape[3]),
+            ),
+            {
+                **{"TOP": top_k, "BK": block_k, "F": half_size, "IDW": score == "idw", "V": size, "KEPT": kept},
+                **{"BJ": 8, "BF": min(256, triton.next_power_of_2(half_size))},
+                "BV": min(triton.next_power_of_2(size), 4096 // block_k),
+                **{"ROWS": table is not None, "num_warps": 4 if table is not None else 1},
+            },
         )
-    return d_q, pull
+    return d_q, pull, bins
 
 
-def key_gradient(q: Tensor, keys: Tensor, found: Found, score: str, pull: Tensor) -> Tensor:
-    """The gradient of the sub-keys `[G, 2, H, n, F]`, float32."""
-    groups, tokens, heads, top_k = found.slots.shape
-    n, half_size = keys.shape[3:]
-    tables, block_n, block_t = groups * 2 * heads, 64, 32
-    block_f = min(128, max(16, triton.next_power_of_2(half_size)))
-    blocks = triton.cdiv(tokens, block_t)
-    splits = max(1, min(blocks, 512 // (triton.cdiv(n, block_n) * tables)))
-    steps = triton.cdiv(blocks, splits)
+def key_gradient(q: Tensor, keys: Tensor, score: str, pull: Tensor, bins: Tensor) -> Tensor:
+    """The gradient of the sub-keys `[G, 2, H, n, F]`, float32; `pull` and `bins` are from `backward`."""
+    count, half_size, top_k = keys.shape[:4].numel(), keys.shape[4], pull.shape[4]
+    ordered, order = torch.sort(bins.flatten(), stable=True)
+    bounds = torch.searchsorted(ordered, torch.arange(count + 1, device=q.device, dtype=torch.int32))
+    splits = max(1, min(8, bins.numel() // (64 * count)))
     parts = q.new_empty(splits, *keys.shape, dtype=torch.float32)
     with on_device(q):
-        _key_gradient[(triton.cdiv(n, block_n), tables, splits * triton.cdiv(half_size, block_f))](
-            q.contiguous(),
-            keys.contiguous(),
-            found.index.movedim(1, -1).contiguous(),
-            pull.movedim(1, -1).contiguous(),
-            parts,
-            tokens,
-            heads,
-            n,
-            steps,
-            TOP=top_k,
-            F=half_size,
-            BF=block_f,
-            BN=block_n,
-            BT=block_t,
-            IDW=score == "idw",
-            num_warps=8,
+        launch_in_order(
+            _key_gradient,
+            (count, splits),
+            (order, bounds, pull, q.contiguous(), keys.contiguous(), parts, splits),
+            {
+                **{"TOP": top_k, "F": half_size, "BE": 8, "BF": max(16, triton.next_power_of_2(half_size))},
+                **{"IDW": score == "idw", "num_warps": 2},
+            },
         )
     return parts.sum(0)
 
 
-def table_gradient(d_out: Tensor, slots: Tensor, weights: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """The gradient of a table of `size` rows: `[N, V]`, every row the sum over its readers.
+def table_gradient(
+    d_out: Tensor, slots: Tensor, weights: Tensor, table: Tensor, d_weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradient of a table `[N, V]`, every row the sum over its readers, and that of the weights, `d_weights` included.
 
     Args:
-        d_out: `[X, V]`. slots, weights: `[X, E]`, the rows that were read and their weights.
+        d_out: `[X, V]`. slots, weights, d_weights: `[X, E]`, the rows that were read, their weights and more of their gradient.
     """
     ordered, order = torch.sort(slots.flatten(), stable=True)
-    bounds = torch.searchsorted(ordered, torch.arange(size + 1, device=d_out.device, dtype=ordered.dtype))
-    return _sum_of_readers(d_out, order, bounds, weights, dtype)
+    bounds = torch.searchsorted(ordered, torch.arange(table.shape[0] + 1, device=d_out.device, dtype=ordered.dtype))
+    return _sum_of_readers(d_out, order, bounds, weights, table.dtype, table, d_weights.contiguous())
 
 
 def sparse_table_gradient(d_out: Tensor, slots: Tensor, weights: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The same without the rows that nobody read: the rows `[M]` (ascending, each once), and their gradient `[M, V]`."""
+    """The gradient of the rows that somebody read: the rows `[M]` (ascending, each once), and their gradient `[M, V]`."""
     ordered, order = torch.sort(slots.flatten(), stable=True)
     rows, counts = torch.unique_consecutive(ordered, return_counts=True)
     bounds = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    return rows, _sum_of_readers(d_out, order, bounds, weights, dtype)
+    return rows, _sum_of_readers(d_out, order, bounds, weights, dtype)[0]
 
 
-def _sum_of_readers(d_out: Tensor, order: Tensor, bounds: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+READERS = (2, 1)  # of a row at a time, and warps
+
+
+def _sum_of_readers(
+    d_out: Tensor,
+    order: Tensor,
+    bounds: Tensor,
+    weights: Tensor,
+    dtype: torch.dtype,
+    table: Tensor | None = None,
+    d_weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
     size = d_out.shape[1]
     out = d_out.new_empty(bounds.shape[0] - 1, size, dtype=dtype)
+    new_d_weights = None if d_weights is None else torch.empty_like(d_weights)
     with on_device(d_out):
-        _sum_readers[(out.shape[0],)](
-            order,
-            bounds,
-            weights.contiguous(),
-            d_out.contiguous(),
-            out,
-            E=weights.shape[1],
-            V=size,
-            BE=4,
-            BV=min(512, triton.next_power_of_2(size)),
-            num_warps=4,
+        launch_in_order(
+            _sum_readers,
+            (out.shape[0],),
+            (order, bounds, weights.contiguous(), d_out.contiguous(), out, table, d_weights, new_d_weights),
+            {
+                **{"E": weights.shape[1], "V": size, "BE": READERS[0], "BV": min(1024, triton.next_power_of_2(size))},
+                "num_warps": READERS[1],
+            },
         )
-    return out
+    return out, new_d_weights

@@ -20,14 +20,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gpu import on_device, read
+from ..gpu import launch_in_order, on_device, power, read
+from ..gpu import parts as count_parts
+from ..product_key_search import Found
 from .state import FwpkmState, Options
 
 TILE = 4096  # numbers that a program holds at a time
-LINE = 1024  # entries of a program that handles them one by one
+LINE = 512  # entries of a program that handles them one by one
 PIECE, SUB_PIECE, MOST = 32, 64, 32  # least entries of a piece of a slot and of a sub-key; most pieces
-WRITE, KEYS, READ = (4, 4), (8, 2), 4
-PROGRAMS = 4224  # that write rows: as many as an H200 runs at once
+PROGRAMS = 4224  # that write rows or move sub-keys: as many as an H200 runs at once
 ROOM = 512 << 20  # bytes that the pool may have to spare without looking at how much of it is used
 UNIT = 40  # the use of a sub-key is counted in units of 2^-UNIT
 
@@ -113,16 +114,40 @@ def _read_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """What one token reads; when its chunk is written, also its residual, and its entries are counted."""
+    """What one token reads; when its chunk is written, also its residual, and its entries are counted.
+
+    What does not depend on the rows comes before them, so that it need not be waited for.
+    """
     x = tl.program_id(0).to(tl.int64)
     n, g = x // W, x // per
     tick = n * L + start + x - n * W
     c, e = tl.arange(0, BV), tl.arange(0, BE)
+    if WRITES:
+        now = 1
+        if due is not None:
+            now = tl.load(due + n).to(tl.int32)
+        alive = tl.load(known + tick).to(tl.int32) * now
+        goal = read(v + (n * L + tl.load(target + tick)) * V + c, c < V * alive).to(tl.float32)
+        if KEYS:
+            moves = tl.load(real + tick).to(tl.int32) * now
+            r, j = tl.arange(0, BH), tl.arange(0, BK)
+            sub_ok = (r < 2 * H)[:, None] & (j < K)[None, :]
+            sub_at = (x * 2 * H + r)[:, None] * K + j[None, :]
+            score = tl.load(half + sub_at, mask=sub_ok, other=float("-inf"))
+            share = tl.exp(score - tl.max(score, 1)[:, None])
+            share = share / tl.sum(share, 1)[:, None]
+            bin = (((g * 2 + r % 2) * H + r // 2) * N_SUB)[:, None] + tl.load(index + sub_at, mask=sub_ok, other=0)
+            counts = (r < 2 * H)[:, None] & (j < K * moves)[None, :]
+            sub_place = tl.atomic_add(sub_count + bin, 1, mask=counts, sem="relaxed")
+            whole = (share.to(tl.float64) * (1 << UNIT)).to(tl.int64)
+            tl.atomic_add(use + bin, whole, mask=counts, sem="relaxed")
     total = tl.zeros([BV], tl.float32)
     for begin in range(0, E, BE):
         ok = begin + e < E
         at = x * E + begin + e
         slot = tl.load(slots + at, mask=ok, other=0)
+        if WRITES:
+            place = tl.atomic_add(count + g * S1 + slot, 1, mask=begin + e < E * alive, sem="relaxed")
         number = slot
         if numbers is not None:
             number = tl.load(numbers + g * S1 + slot, mask=ok, other=0)
@@ -131,14 +156,11 @@ def _read_kernel(
         weight = tl.load(weights + at, mask=ok, other=0.0)
         rows = _rows(number, slot, ok, values, held, pool, P, c, V, numbers is not None)
         total += tl.sum(rows * weight[:, None], 0)
+        if WRITES:
+            tl.store(rank + at, tl.where(alive > 0, place, -1), mask=ok)
     out = n * L_out + start - first + x - n * W
     tl.store(o + out * V + c, total.to(o.dtype.element_ty), mask=c < V)
     if WRITES:
-        now = 1
-        if due is not None:
-            now = tl.load(due + n).to(tl.int32)
-        alive = tl.load(known + tick).to(tl.int32) * now
-        goal = read(v + (n * L + tl.load(target + tick)) * V + c, c < V * alive).to(tl.float32)
         if NORMALIZE:
             goal = _normalised(goal, c, V)
         step = tl.where(c < V * alive, goal - total, 0.0)
@@ -146,27 +168,8 @@ def _read_kernel(
             step = step * tl.load(gate + tick).to(tl.float32)
         tl.store(residual + x * V + c, step, mask=c < V)
         tl.store(peak + x, tl.max(tl.abs(step), 0))
-        for begin in range(0, E, BE):
-            ok = begin + e < E
-            at = x * E + begin + e
-            slot = tl.load(slots + at, mask=ok, other=0)
-            place = tl.atomic_add(count + g * S1 + slot, 1, mask=begin + e < E * alive, sem="relaxed")
-            tl.store(rank + at, tl.where(alive > 0, place, -1), mask=ok)
         if KEYS:
-            alive = tl.load(real + tick).to(tl.int32) * now
-            r, j = tl.arange(0, BH), tl.arange(0, BK)
-            ok = (r < 2 * H)[:, None] & (j < K)[None, :]
-            at = (x * 2 * H + r)[:, None] * K + j[None, :]
-            score = tl.load(half + at, mask=ok, other=float("-inf"))
-            share = tl.exp(score - tl.max(score, 1)[:, None])
-            share = share / tl.sum(share, 1)[:, None]
-            table = ((g * 2 + r % 2) * H + r // 2) * N_SUB
-            bin = table[:, None] + tl.load(index + at, mask=ok, other=0)
-            counts = (r < 2 * H)[:, None] & (j < K * alive)[None, :]
-            place = tl.atomic_add(sub_count + bin, 1, mask=counts, sem="relaxed")
-            tl.store(sub_rank + at, tl.where(alive > 0, place, -1), mask=ok)
-            whole = (share.to(tl.float64) * (1 << UNIT)).to(tl.int64)
-            tl.atomic_add(use + bin, whole, mask=counts, sem="relaxed")
+            tl.store(sub_rank + sub_at, tl.where(moves > 0, sub_place, -1), mask=sub_ok)
 
 
 @triton.jit
@@ -174,30 +177,6 @@ def _piece(size, PIECE: tl.constexpr, MOST: tl.constexpr):
     """Entries of a piece of a bin of `size` entries, and how many pieces it has."""
     length = tl.maximum((size + (MOST - 1)) // MOST, PIECE)
     return length, (size + length - 1) // length
-
-
-@triton.jit
-def _runs(head, bin, count, begin, pieces, limit, cursor, PIECE: tl.constexpr, MOST: tl.constexpr):
-    """A run of places for the entries of every bin, and the pieces in which they are added up.
-
-    head: whether a lane speaks for a bin. begin: of every bin, its first place.
-    pieces: `[5, limit]`, of every piece its bin, first place and entries, the bin's entries, and where the bin is added up if
-    it has several (-1: it has one). cursor: places, and 2^32 times pieces.
-    """
-    size = tl.load(count + bin, mask=head, other=0)
-    length, parts = _piece(size, PIECE, MOST)
-    both = size.to(tl.int64) + (parts.to(tl.int64) << 32)
-    first = tl.atomic_add(cursor, tl.sum(both, 0)) + tl.cumsum(both, 0) - both
-    start, part = (first & 0xFFFFFFFF).to(tl.int32), (first >> 32).to(tl.int32)
-    tl.store(begin + bin, start, mask=head)
-    shared = tl.where(parts > 1, start // PIECE, -1)  # a bin of several is longer than PIECE, so this is its own
-    for i in range(0, tl.max(parts, 0)):
-        to, ok = pieces + part + i, i < parts
-        tl.store(to, bin, mask=ok)
-        tl.store(to + limit, start + i * length, mask=ok)
-        tl.store(to + 2 * limit, tl.minimum(size - i * length, length), mask=ok)
-        tl.store(to + 3 * limit, size, mask=ok)
-        tl.store(to + 4 * limit, shared, mask=ok)
 
 
 @triton.jit
@@ -213,16 +192,13 @@ def _allocate_kernel(
     count,
     begin,
     pieces,
+    bound,
     numbers,
-    before,
     written,
     stamps,
-    index,
-    sub_rank,
     sub_count,
     sub_begin,
-    sub_pieces,
-    cursors,
+    cursor,
     used,
     P,
     S1,
@@ -231,37 +207,57 @@ def _allocate_kernel(
     stamp,
     blocks,
     E: tl.constexpr,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    N_SUB: tl.constexpr,
+    BINS: tl.constexpr,
     KEEP: tl.constexpr,
     PIECE: tl.constexpr,
-    SUB_PIECE: tl.constexpr,
     MOST: tl.constexpr,
     LINE: tl.constexpr,
 ):
-    """Places and pieces of the slots, each by the first of its entries, and a row for it; and those of the sub-keys.
+    """A run of places for the entries of every slot, by the first of them; the pieces in which they are added up; a row.
 
-    before: where the row of a slot was.
+    begin: of every slot, its first place; sub_begin: of every sub-key. bound: 0 at the first place of every slot.
+    pieces: `[6, entries]`, of every piece its first place and entries, the slot's first place and entries, where its row was
+    (-slot for the checkpoint's) and where it is to go.
+    cursor: places, and 2^32 times pieces. used: rows of the pool.
     """
-    block = tl.program_id(0)
+    block, lane = tl.program_id(0), tl.arange(0, LINE)
     if block < blocks:
-        entry = block * LINE + tl.arange(0, LINE)
-        head = tl.load(rank + entry, mask=entry < entries, other=-1) == 0
+        entry = block * LINE + lane
         g = entry // (per * E)
-        slot = g * S1 + tl.load(slots + entry, mask=head, other=0)
-        _runs(head, slot, count, begin, pieces, entries, cursors, PIECE, MOST)
+        own = tl.load(slots + entry, mask=entry < entries, other=0)
+        head = tl.load(rank + entry, mask=entry < entries, other=-1) == 0
+        slot = g * S1 + own
+        size = tl.load(count + slot, mask=head, other=0)
         old = tl.load(numbers + slot, mask=head, other=0)
-        tl.store(before + slot, old, mask=head)
+        length, parts = _piece(size, PIECE, MOST)
+        both = size.to(tl.int64) + (parts.to(tl.int64) << 32)
         fresh = (head & ((old <= P) | KEEP)).to(tl.int32)
-        place = P + tl.atomic_add(used, tl.sum(fresh, 0)) + tl.cumsum(fresh, 0)
-        tl.store(numbers + slot, place, mask=fresh > 0)
+        first = tl.atomic_add(cursor, tl.sum(both, 0), sem="relaxed") + tl.cumsum(both, 0) - both
+        row = tl.atomic_add(used, tl.sum(fresh, 0), sem="relaxed").to(tl.int32) + tl.cumsum(fresh, 0) + P
+        new = tl.where(fresh > 0, row, old)
+        begins, part = (first & 0xFFFFFFFF).to(tl.int32), (first >> 32).to(tl.int32)
+        tl.store(begin + slot, begins, mask=head)
+        tl.store(bound + begins, 0, mask=head)
+        tl.store(count + slot, 0, mask=head)
+        tl.store(numbers + slot, new, mask=fresh > 0)
         tl.store(written + slot, tl.load(stamps + g, mask=head, other=0) + stamp, mask=head)
+        source = tl.where(old > 0, old, -own)
+        for i in range(0, tl.max(parts, 0)):
+            to, ok = pieces + part + i, i < parts
+            tl.store(to, begins + i * length, mask=ok)
+            tl.store(to + entries, tl.minimum(size - i * length, length), mask=ok)
+            tl.store(to + 2 * entries, begins, mask=ok)
+            tl.store(to + 3 * entries, size, mask=ok)
+            tl.store(to + 4 * entries, source, mask=ok)
+            tl.store(to + 5 * entries, new, mask=ok)
     else:
-        at = (block - blocks) * LINE + tl.arange(0, LINE)
-        some = tl.load(sub_rank + at, mask=at < 2 * entries, other=-1) == 0
-        bin = _sub_bin(at // K, tl.load(index + at, mask=some, other=0), per, H, N_SUB)
-        _runs(some, bin, sub_count, sub_begin, sub_pieces, 2 * entries, cursors + 1, SUB_PIECE, MOST)
+        memory = block - blocks
+        before = memory * per * 2 * E
+        for start in range(0, BINS, LINE):
+            bin, real = memory * BINS + start + lane, start + lane < BINS
+            entries_of = tl.load(sub_count + bin, mask=real, other=0)
+            tl.store(sub_begin + bin, before + tl.cumsum(entries_of, 0) - entries_of, mask=real)
+            before += tl.sum(entries_of, 0)
 
 
 @triton.jit(do_not_specialize=["S1", "per", "entries", "blocks", "sub_blocks"])
@@ -303,21 +299,22 @@ def _place_kernel(
 ):
     """Put every entry into its place, with its weight; those of the sub-keys with their weights in the gradient.
 
-    bound, sub_bound: the largest number that an entry of a slot adds, and one of a memory's sub-keys, as bits.
+    bound, sub_bound: the largest number that an entry of a slot adds, at its first place, and one of a memory's sub-keys, as bits.
     sub_blocks: programs of a memory.
     """
     block = tl.program_id(0)
     if block < blocks:
         entry = block * LINE + tl.arange(0, LINE)
-        behind = tl.load(rank + entry, mask=entry < entries, other=-1)
+        inside = entry < entries
+        behind = tl.load(rank + entry, mask=inside, other=-1)
+        slot = entry // (per * E) * S1 + tl.load(slots + entry, mask=inside, other=0)
+        weight = tl.load(weights + entry, mask=inside, other=0.0)
+        peaks = tl.load(peak + entry // E, mask=inside, other=0.0)
         some = behind >= 0
-        slot = entry // (per * E) * S1 + tl.load(slots + entry, mask=some, other=0)
-        weight = tl.load(weights + entry, mask=some, other=0.0)
-        to = tl.load(begin + slot, mask=some, other=0) + behind
-        tl.store(entry_row + to, entry // E, mask=some)
-        tl.store(entry_weight + to, weight, mask=some)
-        adds = tl.abs(weight * tl.load(peak + entry // E, mask=some, other=0.0))
-        tl.atomic_max(bound + slot, adds.to(tl.int32, bitcast=True), mask=some, sem="relaxed")
+        first = tl.load(begin + slot, mask=some, other=0)
+        tl.store(entry_row + first + behind, entry // E, mask=some)
+        tl.store(entry_weight + first + behind, weight, mask=some)
+        tl.atomic_max(bound + first, tl.abs(weight * peaks).to(tl.int32, bitcast=True), mask=some, sem="relaxed")
     else:
         g = (block - blocks) // sub_blocks
         r, j = (block - blocks) % sub_blocks * ROWS + tl.arange(0, ROWS), tl.arange(0, BK)
@@ -351,17 +348,16 @@ def _place_kernel(
 
 
 @triton.jit
-def _joined(total, shared, whole, sums, finished, c, V: tl.constexpr, PIECE: tl.constexpr, MOST: tl.constexpr):
-    """Whether this piece of a bin is the last of `whole` entries to be added up, and then the sum of all.
+def _joined(total, shared, parts, sums, finished, c, V: tl.constexpr):
+    """Whether this piece is the last of `parts` to be added up, and then the sum of all.
 
-    sums: float64, of the bins of several pieces; 0 before and after. finished: how many of their pieces are.
+    sums: float64, at `shared` of those in several pieces; 0 before and after. finished: how many of their pieces are.
     """
-    last = shared < 0
-    if shared >= 0:
+    last = parts == 1
+    if parts > 1:
         own = sums + shared.to(tl.int64) * V + c
         tl.atomic_add(own, total, mask=c < V, sem="relaxed")
         tl.debug_barrier()
-        _length, parts = _piece(whole, PIECE, MOST)
         last = tl.atomic_add(finished + shared, 1, sem="acq_rel") == parts - 1
         if last:
             total = tl.load(own, mask=c < V, other=0.0, cache_modifier=".cg")
@@ -370,12 +366,9 @@ def _joined(total, shared, whole, sums, finished, c, V: tl.constexpr, PIECE: tl.
     return last, total
 
 
-@triton.jit(do_not_specialize=["P", "S1", "rate", "entries"])
+@triton.jit(do_not_specialize=["P", "rate", "entries"])
 def _write_kernel(
     pieces,
-    numbers,
-    before,
-    count,
     bound,
     entry_row,
     entry_weight,
@@ -385,33 +378,30 @@ def _write_kernel(
     pool,
     sums,
     finished,
-    cursors,
+    cursor,
     P,
-    S1,
     rate,
     entries,
     V: tl.constexpr,
     AVERAGE: tl.constexpr,
     PIECE: tl.constexpr,
     MOST: tl.constexpr,
-    PROGRAMS: tl.constexpr,
     BE: tl.constexpr,
     BV: tl.constexpr,
 ):
     """One piece of a slot's entries after the other: what they add to its row."""
     c, e = tl.arange(0, BV), tl.arange(0, BE)
-    for i in range(tl.program_id(0), (tl.load(cursors) >> 32).to(tl.int32), PROGRAMS):
-        slot, start, size = tl.load(pieces + i), tl.load(pieces + entries + i), tl.load(pieces + 2 * entries + i)
-        whole, shared = tl.load(pieces + 3 * entries + i), tl.load(pieces + 4 * entries + i)
+    for i in range(tl.program_id(0), (tl.load(cursor) >> 32).to(tl.int32), tl.num_programs(0)):
+        start, size = tl.load(pieces + i), tl.load(pieces + entries + i)
+        slot_start, whole = tl.load(pieces + 2 * entries + i), tl.load(pieces + 3 * entries + i)
         one = tl.zeros([1], tl.int32)
-        old = tl.load(before + slot) + one
-        row = tl.reshape(_rows(old, slot % S1 + one, one == 0, values, held, pool, P, c, V, True), [BV])
-        new = (tl.load(numbers + slot) - 1 - P).to(tl.int64)
+        old, new = tl.load(pieces + 4 * entries + i) + one, (tl.load(pieces + 5 * entries + i) - 1 - P).to(tl.int64)
+        row = tl.reshape(_rows(old, -old, one == 0, values, held, pool, P, c, V, True), [BV])
         if whole == 1:
             step = read(residual + tl.load(entry_row + start).to(tl.int64) * V + c, c < V)
             total = (tl.load(entry_weight + start) * step).to(tl.float64)
         else:
-            unit = _unit(tl.load(bound + slot))
+            unit = _unit(tl.load(bound + slot_start))
             total = tl.zeros([BV], tl.float64)
             for first in range(0, size, BE):
                 ok = first + e < size
@@ -419,59 +409,60 @@ def _write_kernel(
                 weight = tl.load(entry_weight + start + first + e, mask=ok, other=0.0)
                 step = read(residual + from_row + c[None, :], ok[:, None] & (c < V)[None, :]) * weight[:, None]
                 total += tl.sum((step.to(tl.float64) + unit) - unit, 0)
-        last, total = _joined(total, shared, whole, sums, finished, c, V, PIECE, MOST)
+        _length, parts = _piece(whole, PIECE, MOST)
+        last, total = _joined(total, slot_start // PIECE, parts, sums, finished, c, V)
         if last:
             change = total.to(tl.float32) * (rate / (whole if AVERAGE else 1))
             tl.store(pool + new * V + c, row + change, mask=c < V)
-            tl.store(count + slot, 0)
-            tl.store(bound + slot, 0)
 
 
-@triton.jit(do_not_specialize=["rate", "limit"])
+@triton.jit(do_not_specialize=["rate", "items", "splits"])
 def _keys_kernel(
-    sub_pieces,
     q,
     keys,
     new_keys,
     sub_count,
+    sub_begin,
     sub_bound,
     sub_row,
     sub_weight,
     sums,
     finished,
-    cursors,
     rate,
-    limit,
+    items,
+    splits,
     BINS: tl.constexpr,
     F: tl.constexpr,
     IDW: tl.constexpr,
-    PIECE: tl.constexpr,
-    MOST: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    SUB_PIECE: tl.constexpr,
     BE: tl.constexpr,
     BF: tl.constexpr,
 ):
-    """One piece of a sub-key's entries after the other: its gradient step. BINS: sub-keys of a memory."""
+    """The gradient step of one sub-key after the other, each in at most `splits` pieces. BINS: sub-keys of a memory."""
     f, e = tl.arange(0, BF), tl.arange(0, BE)
-    for i in range(tl.program_id(0), (tl.load(cursors) >> 32).to(tl.int32), PROGRAMS):
-        bin, start = tl.load(sub_pieces + i), tl.load(sub_pieces + limit + i)
-        size, whole = tl.load(sub_pieces + 2 * limit + i), tl.load(sub_pieces + 3 * limit + i)
-        shared, at = tl.load(sub_pieces + 4 * limit + i), bin.to(tl.int64) * F + f
-        key, unit = tl.load(keys + at, mask=f < F, other=0.0), _unit(tl.load(sub_bound + bin // BINS))
-        total = tl.zeros([BF], tl.float64)
-        for first in range(0, size, BE):
-            ok = first + e < size
-            row = tl.load(sub_row + start + first + e, mask=ok, other=0).to(tl.int64)[:, None] * F
-            weight = tl.load(sub_weight + start + first + e, mask=ok, other=0.0)
-            query = read(q + row + f[None, :], ok[:, None] & (f < F)[None, :]).to(tl.float32)
-            if IDW:
-                query = query - key[None, :]
-            step = query * weight[:, None]
-            total += tl.sum((step.to(tl.float64) + unit) - unit, 0)
-        last, total = _joined(total, shared, whole, sums, finished, f, F, PIECE, MOST)
-        if last:
-            tl.store(new_keys + at, key - rate * total.to(tl.float32), mask=f < F)
-            tl.store(sub_count + bin, 0)
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        bin, split = item // splits, item % splits
+        size, begins = tl.load(sub_count + bin), tl.load(sub_begin + bin)
+        length = tl.maximum((size + splits - 1) // splits, SUB_PIECE)
+        parts = tl.maximum((size + length - 1) // length, 1)
+        if split < parts:
+            at, unit = bin.to(tl.int64) * F + f, _unit(tl.load(sub_bound + bin // BINS))
+            key = tl.load(keys + at, mask=f < F, other=0.0)
+            end = tl.minimum(split * length + length, size)
+            total = tl.zeros([BF], tl.float64)
+            for first in range(split * length, end, BE):
+                ok = first + e < end
+                row = tl.load(sub_row + begins + first + e, mask=ok, other=0).to(tl.int64)[:, None] * F
+                weight = tl.load(sub_weight + begins + first + e, mask=ok, other=0.0)
+                query = read(q + row + f[None, :], ok[:, None] & (f < F)[None, :]).to(tl.float32)
+                if IDW:
+                    query = query - key[None, :]
+                step = query * weight[:, None]
+                total += tl.sum((step.to(tl.float64) + unit) - unit, 0)
+            last, total = _joined(total, begins // SUB_PIECE, parts, sums, finished, f, F)
+            if last:
+                tl.store(new_keys + at, key - rate * total.to(tl.float32), mask=f < F)
+                tl.store(sub_count + bin, 0)
 
 
 @triton.jit(do_not_specialize=["P", "M", "halvings", "T", "C"])
@@ -621,21 +612,19 @@ class Table:
         self.line = self.size // 4 * 4 + 4  # more by 1 to 4: for the unused places of the state's lists, and aligned
         if updates or self.places:
             self.numbers, self.written, *counts = torch.zeros(
-                5 if updates else 2, self.groups, self.line, dtype=torch.int32, device=device
+                3 if updates else 2, self.groups, self.line, dtype=torch.int32, device=device
             )
         if self.places:
             self.numbers.scatter_(1, state.slots, state.where.int() + 1)  # type: ignore[union-attr]
             self.written.scatter_(1, state.slots, state.written.int())
         if updates:
             self.stamps = self.written.amax(1)
-            self.count, self.bounds, self.before = counts
+            self.count = counts[0]
             self.begin = torch.empty_like(self.count)
             self.sub_count, self.sub_begin = torch.zeros(2, bins, dtype=torch.int32, device=device)
-            self.sub_bounds = torch.zeros(updates, triton.cdiv(self.groups, 4) * 4, dtype=torch.int32, device=device)
+            self.sub_bounds = torch.zeros(updates, count_parts(self.groups, 4) * 4, dtype=torch.int32, device=device)
             self.use = torch.zeros(updates, bins, dtype=torch.int64, device=device)
-            self.cursors = torch.zeros(
-                updates + 1, 2, dtype=torch.int64, device=device
-            )  # the last row: rows of the pool
+            self.cursors = torch.zeros(updates + 1, 2, dtype=torch.int64, device=device)  # last: rows of the pool
             # of a chunk, from when it is read until it is written: residuals, the largest number of each, and which of its
             # slot's (its sub-key's) an entry is, -1 where it is none; then the pieces, and the entries slot by slot
             entries = tokens * self.entries
@@ -643,12 +632,12 @@ class Table:
                 torch.empty(tokens, self.width, device=device),
                 torch.empty(tokens, device=device),
             )
-            ints = torch.empty(6, entries, dtype=torch.int32, device=device)
-            self.rank, self.entry_row, self.sub_rank, self.sub_row = ints[0], ints[1], ints[2:4], ints[4:6]
+            ints = torch.empty(7, entries, dtype=torch.int32, device=device)
+            self.rank, self.entry_row, self.bound_of = ints[:3]
+            self.sub_rank, self.sub_row = ints[3:5], ints[5:7]
             floats = torch.empty(3, entries, device=device)
             self.entry_weight, self.sub_weight = floats[0], floats[1:]
-            self.pieces = torch.empty(5, entries, dtype=torch.int32, device=device)
-            self.sub_pieces = torch.empty(5, 2 * entries, dtype=torch.int32, device=device)
+            self.pieces = torch.empty(6, entries, dtype=torch.int32, device=device)
             # rows and sub-keys that are added up in several pieces
             large = [entries // PIECE + 1, 2 * entries // SUB_PIECE + 1]
             self.sums = torch.zeros(large[0], self.width, dtype=torch.float64, device=device)
@@ -661,7 +650,7 @@ class Table:
             self.pool = self.held.new_empty(min(self.limit, room), self.width)
             self.bound = 0
 
-    def read(self, found: Any, o: Tensor, chunk: Chunk, write: bool) -> Tensor | None:
+    def read(self, found: Found, o: Tensor, chunk: Chunk, write: bool) -> Tensor | None:
         """Read the slots `found` of a chunk into `o` `[N, ticks, V]`; `write` keeps what writing it needs.
 
         Returns: where the rows lie, int32 `[X * E]`, if they are to be found again (None: in `values`).
@@ -671,114 +660,89 @@ class Table:
         kept = None
         if self.keep and numbers is not None:
             kept = torch.empty(tokens * self.entries, dtype=torch.int32, device=o.device)
+        given = (
+            *(found.slots, found.weights, numbers, self.values, self.held, self.pool, self.held.shape[0]),
+            *(self.line, o, kept),
+            *((found.index, found.half) if write else (None, None)),
+            *((chunk.v, chunk.target, chunk.known, chunk.real, chunk.due, chunk.gate) if write else [None] * 6),
+            *((self.residual, self.peak, self.count, self.rank) if write else [None] * 4),
+            *((self.sub_count, self.sub_rank, self.use[self.stamp]) if write else [None] * 3),
+            *(chunk.width, chunk.total, chunk.start, tokens // self.groups, chunk.first, chunk.read),
+        )
+        sizes = {
+            **{"E": self.entries, "V": self.width, "H": self.heads, "K": options.top_k, "N_SUB": self.sub},
+            **{"WRITES": write, "KEYS": options.address_loss, "GATED": options.gate_weighting},
+            **{"NORMALIZE": options.normalize_targets, "UNIT": UNIT, "num_warps": 4},
+            "BH": power(2 * self.heads),
+            "BK": power(options.top_k),
+        }
         with on_device(o):
-            _read_kernel[(tokens,)](
-                *(found.slots, found.weights, numbers, self.values, self.held, self.pool, self.held.shape[0]),
-                *(self.line, o, kept),
-                *((found.index, found.half) if write else (None, None)),
-                *((chunk.v, chunk.target, chunk.known, chunk.real, chunk.due, chunk.gate) if write else [None] * 6),
-                *((self.residual, self.peak, self.count, self.rank) if write else [None] * 4),
-                *((self.sub_count, self.sub_rank, self.use[self.stamp]) if write else [None] * 3),
-                *(chunk.width, chunk.total, chunk.start, tokens // self.groups, chunk.first, chunk.read),
-                E=self.entries,
-                V=self.width,
-                H=self.heads,
-                K=options.top_k,
-                N_SUB=self.sub,
-                WRITES=write,
-                KEYS=options.address_loss,
-                GATED=options.gate_weighting,
-                NORMALIZE=options.normalize_targets,
-                UNIT=UNIT,
-                BH=triton.next_power_of_2(2 * self.heads),
-                BK=triton.next_power_of_2(options.top_k),
-                **_tile(self.entries, self.width),
-                num_warps=READ,
-            )
+            launch_in_order(_read_kernel, (tokens,), given, {**sizes, **_tile(self.entries, self.width)})
         return kept
 
-    def write(self, found: Any, q: Tensor, keys: Tensor, chunk: Chunk) -> Tensor:
+    def write(self, found: Found, q: Tensor, keys: Tensor, chunk: Chunk) -> Tensor:
         """Move the rows by what a chunk of queries `[G, T, H, K]` read, and the sub-keys `[G, 2, H, n, F]`: the new ones."""
         self._reserve()
         options, tokens, width, size = self.options, self.peak.shape[0], self.width, keys.shape[4]
-        entries, moves = tokens * self.entries, options.address_loss
+        entries, moves, bins = tokens * self.entries, options.address_loss, 2 * self.heads * self.sub
         P, line, per = self.held.shape[0], self.line, tokens // self.groups
-        cursors, use, sub_bound = self.cursors[self.stamp], self.use[self.stamp], self.sub_bounds[self.stamp]
+        cursor, use, sub_bound = self.cursors[self.stamp], self.use[self.stamp], self.sub_bounds[self.stamp]
         self.stamp += 1
-        blocks, at_once = triton.cdiv(entries, LINE), max(1, 512 // triton.next_power_of_2(options.top_k))
+        blocks, at_once = count_parts(entries, LINE), max(1, 512 // power(options.top_k))
         if options.score == "dot":
-            at_once = min(at_once, max(1, 8192 // triton.next_power_of_2(size)))
-        sub_blocks = triton.cdiv(per * 2 * self.heads, at_once)
-        sizes = {"E": self.entries, "H": self.heads, "K": options.top_k, "N_SUB": self.sub, "LINE": LINE}
-        wide, new_keys = _tile(1, width)["BV"], keys.clone() if moves else keys
+            at_once = min(at_once, max(1, 8192 // power(size)))
+        sub_blocks = count_parts(per * 2 * self.heads, at_once)
+        splits = max(1, min(MOST, count_parts(per, 4 * SUB_PIECE)))
+        items = self.groups * bins * splits
+        wide, new_keys = _tile(1, width)["BV"], torch.empty_like(keys) if moves else keys
+        sizes = {
+            **{"E": self.entries, "H": self.heads, "K": options.top_k, "N_SUB": self.sub, "BINS": bins, "F": size},
+            **{"IDW": options.score == "idw", "PIECE": PIECE, "SUB_PIECE": SUB_PIECE, "MOST": MOST, "LINE": LINE},
+            **{"UNIT": UNIT, "BF": max(16, power(size)), "num_warps": 4},
+        }
         with on_device(q):
-            _allocate_kernel[(blocks + (triton.cdiv(2 * entries, LINE) if moves else 0),)](
-                *(found.slots, self.rank, self.count, self.begin, self.pieces, self.numbers, self.before, self.written),
-                *(self.stamps, found.index, self.sub_rank, self.sub_count, self.sub_begin, self.sub_pieces),
-                *(cursors, self.cursors[-1], P, line, per, entries, self.stamp, blocks),
-                **sizes,
-                KEEP=self.keep,
-                PIECE=PIECE,
-                SUB_PIECE=SUB_PIECE,
-                MOST=MOST,
-                num_warps=8,
-            )
-            _place_kernel[(blocks + (self.groups * sub_blocks if moves else 0),)](
-                *(
-                    found.slots,
-                    found.weights,
-                    self.rank,
-                    self.begin,
-                    self.peak,
-                    self.bounds,
-                    self.entry_row,
-                    self.entry_weight,
+            launch_in_order(
+                _allocate_kernel,
+                (blocks + (self.groups if moves else 0),),
+                (
+                    *(found.slots, self.rank, self.count, self.begin, self.pieces, self.bound_of, self.numbers),
+                    *(self.written, self.stamps, self.sub_count, self.sub_begin, cursor, self.cursors[-1]),
+                    *(P, line, per, entries, self.stamp, blocks),
                 ),
-                *(q, found.index, found.half, self.sub_rank, self.sub_begin, sub_bound, self.sub_row, self.sub_weight),
-                *(use, chunk.tokens, line, per, entries, blocks, sub_blocks),
-                **sizes,
-                F=size,
-                IDW=options.score == "idw",
-                UNIT=UNIT,
-                ROWS=at_once,
-                BK=triton.next_power_of_2(options.top_k),
-                BF=triton.next_power_of_2(size),
+                {**sizes, "KEEP": self.keep},
             )
-            _write_kernel[(min(PROGRAMS, entries),)](
-                *(
-                    self.pieces,
-                    self.numbers,
-                    self.before,
-                    self.count,
-                    self.bounds,
-                    self.entry_row,
-                    self.entry_weight,
-                    self.residual,
+            launch_in_order(
+                _place_kernel,
+                (blocks + (self.groups * sub_blocks if moves else 0),),
+                (
+                    *(found.slots, found.weights, self.rank, self.begin, self.peak, self.bound_of),
+                    *(self.entry_row, self.entry_weight, q, found.index, found.half, self.sub_rank, self.sub_begin),
+                    *(sub_bound, self.sub_row, self.sub_weight, use, chunk.tokens),
+                    *(line, per, entries, blocks, sub_blocks),
                 ),
-                *(self.values, self.held, self.pool, self.sums, self.finished, cursors),
-                *(P, line, options.value_lr, entries),
-                V=width,
-                AVERAGE=options.row_averaging,
-                PIECE=PIECE,
-                MOST=MOST,
-                PROGRAMS=PROGRAMS,
-                BE=min(WRITE[0], max(1, 2048 // wide)),
-                BV=wide,
-                num_warps=WRITE[1],
+                {**sizes, "ROWS": at_once, "BK": power(options.top_k)},
+            )
+            launch_in_order(
+                _write_kernel,
+                (min(PROGRAMS, entries),),
+                (
+                    *(self.pieces, self.bound_of, self.entry_row, self.entry_weight, self.residual, self.values),
+                    *(self.held, self.pool, self.sums, self.finished, cursor, P, options.value_lr, entries),
+                ),
+                {
+                    **{**sizes, "V": width, "AVERAGE": options.row_averaging},
+                    **{"BE": min(4, max(1, 2048 // wide)), "BV": wide},
+                },
             )
             if moves:
-                _keys_kernel[(min(PROGRAMS, 2 * entries),)](
-                    *(self.sub_pieces, q, keys, new_keys, self.sub_count, sub_bound, self.sub_row, self.sub_weight),
-                    *(self.sub_sums, self.sub_finished, cursors[1:], options.key_lr, 2 * entries),
-                    BINS=2 * self.heads * self.sub,
-                    F=size,
-                    IDW=options.score == "idw",
-                    PIECE=SUB_PIECE,
-                    MOST=MOST,
-                    PROGRAMS=PROGRAMS,
-                    BE=KEYS[0],
-                    BF=max(16, triton.next_power_of_2(size)),
-                    num_warps=KEYS[1],
+                launch_in_order(
+                    _keys_kernel,
+                    (min(PROGRAMS, items),),
+                    (
+                        *(q, keys, new_keys, self.sub_count, self.sub_begin, sub_bound, self.sub_row),
+                        *(self.sub_weight, self.sub_sums, self.sub_finished, options.key_lr, items, splits),
+                    ),
+                    {**sizes, "BE": 8, "num_warps": 2},
                 )
         self.changed = True
         return new_keys
@@ -833,8 +797,8 @@ class Table:
 
 def _tile(entries: int, width: int) -> dict[str, int]:
     """Block sizes of kernels that hold some of a token's rows."""
-    wide = max(16, triton.next_power_of_2(width))
-    return {"BE": max(1, min(triton.next_power_of_2(entries), TILE // wide)), "BV": wide}
+    wide = max(16, power(width))
+    return {"BE": max(1, min(power(entries), TILE // wide)), "BV": wide}
 
 
 def step(
@@ -856,7 +820,7 @@ def step(
             E=entries,
             V=v.shape[2],
             QUERY=q.shape[2] * q.shape[3],
-            BQ=triton.next_power_of_2(q.shape[2] * q.shape[3]),
+            BQ=power(q.shape[2] * q.shape[3]),
             **_tile(entries, v.shape[2]),
             num_warps=4,
         )

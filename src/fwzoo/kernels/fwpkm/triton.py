@@ -172,6 +172,6 @@ class _Differentiable(torch.autograd.Function):
         d_q = d_o.new_zeros(ctx.shape, dtype=ctx.dtype)
         for chunk, q, keys, found, kept in ctx.steps:
             d_weights = weights_backward(d_o, found.slots, kept, table, chunk)
-            part, _ = backward(q, keys, found, options.score, d_weights)
+            part, *_ = backward(q, keys, found, options.score, d_weights)
             d_q[:, chunk.start : chunk.start + chunk.width] = part.view(ctx.shape[0], -1, *ctx.shape[2:])
         return d_q, None

@@ -68,12 +68,14 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     queries, d_v = q.flatten(0, 1)[None], d_v.flatten(0, 1)
     found = Found(slots.flatten(0, 1)[None], weights.flatten(0, 1)[None], index, half)
-    d_q, pull = backward(queries, keys[None], found, score, d_weights.flatten(0, 1)[None], d_v[None], values)
-    d_keys = key_gradient(queries, keys[None], found, score, pull)[0].to(keys.dtype) if keys_grad else keys.new_empty(0)
-    d_values = values.new_empty(0)
+    d_weights, d_values = d_weights.flatten(0, 1)[None], values.new_empty(0)
     if values_grad:
         slots, weights = found.slots[0].flatten(1), found.weights[0].flatten(1)
-        d_values = table_gradient(d_v, slots, weights, values.shape[0], values.dtype)
+        d_values, through = table_gradient(d_v, slots, weights, values, d_weights[0].flatten(1))
+        d_q, *pull = backward(queries, keys[None], found, score, through.view_as(d_weights))
+    else:
+        d_q, *pull = backward(queries, keys[None], found, score, d_weights, d_v[None], values)
+    d_keys = key_gradient(queries, keys[None], score, *pull)[0].to(keys.dtype) if keys_grad else keys.new_empty(0)
     return d_q[0].unflatten(0, q.shape[:2]), d_keys, d_values
 
 
