@@ -159,7 +159,7 @@ def test_sixteen_bit(name: str) -> None:
 @pytest.mark.parametrize("name", ["falcon3a"])
 def test_no_state_is_the_empty_state(name: str) -> None:
     """Where documents begin, no state is read: the same bits as with one of zeros."""
-    arguments = {key: x.float().to(DEVICE) for key, x in draw(name, batch=2, tokens=70, heads=1).items()}
+    arguments = {key: x.float().to(DEVICE) for key, x in draw(name, batch=2, tokens=20, heads=1).items()}
     empty = falcon(**{key: x[:, :0] for key, x in arguments.items()}, rule=name)[1]
     results = []
     for state in (None, empty):
@@ -178,7 +178,7 @@ def test_a_planned_call_gives_the_same_bits(name: str, monkeypatch: Any) -> None
     monkeypatch.setattr(plans, "_plans", {})
     operator = falcon if name in RULES else linear_attention
     for turn in ("first", "recorded", "planned", "one tensor"):
-        arguments = {key: x.bfloat16() for key, x in draw(name, batch=1, tokens=70, heads=1).items()}
+        arguments = {key: x.bfloat16() for key, x in draw(name, batch=1, tokens=20, heads=1).items()}
         arguments = {key: (x if key in "qkv" else x.float()).to(DEVICE) for key, x in arguments.items()}
         if turn == "one tensor":
             arguments["q"] = arguments["k"]
