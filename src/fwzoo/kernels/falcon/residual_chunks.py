@@ -253,8 +253,8 @@ def prefixes(beta: Tensor, found: Tensor, ranks: Ranks, options: Options, exact:
 
 
 SETTINGS: dict[str, dict[str, int]] = {
-    "read": {"BV": 64, "num_warps": 8, "num_stages": 1},
-    "scores": {"BV": 64, "num_warps": 8, "num_stages": 1},
+    "read": {"BV": 64, "num_warps": 4, "num_stages": 1},
+    "scores": {"BV": 64, "num_warps": 4, "num_stages": 1},
     "products": {"BK": 64, "BV": 128, "num_warps": 4, "num_stages": 1},
     "gains": {"BV": 64, "num_warps": 4, "num_stages": 1},
 }
