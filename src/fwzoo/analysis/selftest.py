@@ -22,8 +22,9 @@ SIZES = (
     Sizes(batch=2, tokens=130, heads=2, key=64, value=64),
     Sizes(batch=1, tokens=70, heads=3, key=32, value=96),
     Sizes(batch=1, tokens=200, heads=2, key=128, value=128),
+    Sizes(batch=1, tokens=70, heads=2, key=8, value=16),
 )
-"""A token alone, chunks with a ragged end, keys and values of different size, and the widest heads in common use."""
+"""A token alone, chunks with a ragged end, keys and values of different size, the widest heads in common use, and small ones."""
 
 
 @dataclass(frozen=True)
