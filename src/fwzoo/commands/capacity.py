@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -26,9 +25,8 @@ from fwzoo.analysis.capacity import (
     pair_counts,
 )
 from fwzoo.evaluation.experiment import Experiment
-from fwzoo.evaluation.training import Interrupted
 
-from .common import bad, versions
+from .common import bad, resumable, versions
 
 MEMORY_PAIRS = 4096  # at most; their capacities are far below those of the stores
 
@@ -42,11 +40,11 @@ def run(size: int, pairs: int, queries: int, seed: int, out: Path | None, as_jso
     notices = Console(stderr=True)
     settings = {"size": size, "pairs": pairs, "queries": queries, "seed": seed}
     try:
-        with nullcontext() if out is None else Experiment(out, "capacity", settings, notices) as experiment:
+        with (
+            resumable(notices),
+            nullcontext() if out is None else Experiment(out, "capacity", settings, notices) as experiment,
+        ):
             report = _measure(**settings, notices=notices, experiment=experiment)
-    except Interrupted:
-        notices.print("saved; the same command goes on from here", soft_wrap=True)
-        raise typer.Exit(130) from None
     except ValueError as error:
         raise bad("--out", str(error)) from error
     if out is not None:

@@ -37,6 +37,18 @@ def blamed_on(option: str) -> Iterator[None]:
         raise bad(option, " ".join(str(error).split())) from error
 
 
+@contextmanager
+def resumable(console: Any) -> Iterator[None]:
+    """An experiment that was interrupted has been saved: say how to go on, and end as an interrupted command does."""
+    from fwzoo.evaluation.training import Interrupted
+
+    try:
+        yield
+    except Interrupted:
+        console.print("saved; the same command goes on from here", soft_wrap=True)
+        raise typer.Exit(130) from None
+
+
 def known_architecture(option: str, name: str) -> type[PreTrainedConfig]:
     """The config class registered under `name`; a usage error with the nearest name otherwise."""
     known = registry.architectures()

@@ -40,17 +40,13 @@ def _experiment() -> Iterator[Any]:
     """A console; what is wrong with the input is one sentence, an interrupt says how to go on."""
     from rich.console import Console
 
-    from fwzoo.evaluation.training import Interrupted
-
-    from .common import bad, quiet_transformers
+    from .common import bad, quiet_transformers, resumable
 
     quiet_transformers()
     console = Console()
     try:
-        yield console
-    except Interrupted:
-        console.print("saved; the same command goes on from here", soft_wrap=True)
-        raise typer.Exit(130) from None
+        with resumable(console):
+            yield console
     except (ValueError, TypeError) as error:
         raise bad("eval", " ".join(str(error).split())) from error
 

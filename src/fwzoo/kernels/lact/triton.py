@@ -29,9 +29,8 @@ from .chunk import in_chunks, read_plainly, waiting_tokens
 from .muon import orthogonal, orthogonal_backward, split
 from .rules import LactState, Options, Tokens
 
-READ_TOKENS = (
-    1 << 13
-)  # of one read: enough to fill the card; twice as many where a backward pass follows, for fewer launches
+READ_TOKENS = 1 << 13
+"""Of one read: enough to fill the card; twice as many where a backward pass follows, for fewer launches."""
 
 
 def lact_triton(
