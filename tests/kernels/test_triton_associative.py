@@ -170,15 +170,24 @@ def test_no_state_is_the_empty_state(name: str) -> None:
 
 
 @triton
-@pytest.mark.parametrize("name", ["falcon3a", "linear_attention unnormalised"])
-def test_a_planned_call_gives_the_same_bits(name: str, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("falcon2a", torch.float32),
+        ("falcon2a", torch.bfloat16),
+        ("falcon3a", torch.bfloat16),
+        ("linear_attention unnormalised", torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_a_planned_call_gives_the_same_bits(name: str, dtype: torch.dtype, monkeypatch: Any) -> None:
     """The third call of a shape goes by a plan; so does one in which two arguments are one tensor."""
     from fwzoo.kernels import plans
 
     monkeypatch.setattr(plans, "_plans", {})
     operator = falcon if name in RULES else linear_attention
     for turn in ("first", "recorded", "planned", "one tensor"):
-        arguments = {key: x.bfloat16() for key, x in draw(name, batch=1, tokens=20, heads=1).items()}
+        arguments = {key: x.to(dtype) for key, x in draw(name, batch=1, tokens=20, heads=1).items()}
         arguments = {key: (x if key in "qkv" else x.float()).to(DEVICE) for key, x in arguments.items()}
         if turn == "one tensor":
             arguments["q"] = arguments["k"]
@@ -191,7 +200,8 @@ def test_a_planned_call_gives_the_same_bits(name: str, monkeypatch: Any) -> None
 
         found = results()
         if turn == "planned":
-            assert [type(plan) for plan in plans._plans.values()] == [plans.Plan, plans.Plan]
+            sums = name == "falcon2a"  # a reduction by torch is in its backward pass
+            assert [type(plan) for plan in plans._plans.values()] == [plans.Plan, bool if sums else plans.Plan]
         kept = dict(plans._plans)
         plans._plans.clear()
         expected = results()

@@ -22,7 +22,19 @@ import triton.language as tl
 from torch import Tensor
 
 from ..associative import FIXED, _segment, scan
-from ..gpu import block, dot, key_pointers, missing_pairs, of_chunk, on_device, read, row_of, value_pointers
+from ..gpu import (
+    block,
+    dot,
+    key_pointers,
+    launch,
+    missing_pairs,
+    of_chunk,
+    on_device,
+    parts,
+    read,
+    row_of,
+    value_pointers,
+)
 from ..ranks import CHUNK, Ranks
 from .prepass import energy_backward
 from .rescaled import Rescaled
@@ -479,27 +491,27 @@ class Columns:
     def _cut(self, kind: str) -> tuple[tuple[int, int], dict[str, int]]:
         """Grid and launch options."""
         columns = cut(kind, self.k.shape[3], self.v.shape[3])
-        grid = (self.ranks.segments * self.q.shape[2], triton.cdiv(self.v.shape[3], columns))
+        grid = (self.ranks.segments * self.q.shape[2], parts(self.v.shape[3], columns))
         return grid, {"BV": columns, "num_warps": 4, "num_stages": 1}
 
     def _states(self, left: Tensor, right: Tensor, back: bool) -> tuple[Tensor, Tensor]:
         segments, heads = self.ranks.segments, self.q.shape[2]
         state = self.q.new_empty(segments, heads, self.k.shape[3], self.v.shape[3], dtype=torch.float32)
         total = self.q.new_empty(segments, heads, self.v.shape[3], dtype=torch.float32)
-        grid, launch = self._cut("states")
-        _column_states[grid](
-            left=left, head_x=self.head_x, right=right, head_v=self.head_v, state=state, total=total, BACK=back,
-            **self._common(), **launch,
+        grid, options = self._cut("states")
+        launch(
+            _column_states, grid, left=left, head_x=self.head_x, right=right, head_v=self.head_v, state=state, total=total, BACK=back,
+            **self._common(), **options,
         )  # fmt: skip
         return state, total
 
     def _values(self, state: Tensor, back: bool, **tensors: Tensor | None) -> None:
         names = ("d_o", "before", "out", "head_out", "d_beta", "d_strength", "d_decay")
-        grid, launch = self._cut("values")
-        _column_values[grid](
-            query=self.q, k=self.k, head_x=self.head_x, v=self.v, head_v=self.head_v, state=state, BACK=back,
+        grid, options = self._cut("values")
+        launch(
+            _column_values, grid, query=self.q, k=self.k, head_x=self.head_x, v=self.v, head_v=self.head_v, state=state, BACK=back,
             M=self.ranks.chunks, NIL=0, LEVELS=(CHUNK - 1).bit_length(), **{name: tensors.get(name) for name in names},
-            **self._common(), **launch,
+            **self._common(), **options,
         )  # fmt: skip
 
     def _keys(
@@ -507,8 +519,8 @@ class Columns:
     ) -> None:
         k_size, v_size = self.k.shape[3], self.v.shape[3]
         columns = cut("keys", v_size, k_size)
-        _column_keys[(self.ranks.segments * self.q.shape[2], triton.cdiv(k_size, columns))](
-            query=self.q, k=self.k, head_x=self.head_x, v=self.v, head_v=self.head_v, d_o=d_o, scores=scores, state=state,
+        launch(
+            _column_keys, (self.ranks.segments * self.q.shape[2], parts(k_size, columns)), query=self.q, k=self.k, head_x=self.head_x, v=self.v, head_v=self.head_v, d_o=d_o, scores=scores, state=state,
             out=out, head_out=head_out, BACK=back, **{**self._common(), "BK": columns, "BV": block(v_size)}, num_warps=4,
             num_stages=1,
         )  # fmt: skip
@@ -518,10 +530,9 @@ class Columns:
         heads, v_size = self.q.shape[2], self.v.shape[3]
         scores = self.q.new_empty(self.ranks.chunks, heads, CHUNK, CHUNK)
         columns = cut("scores", CHUNK, v_size)
-        common = {name: x for name, x in self._common().items() if name not in ("segment_doc", "NS", "SEG", "K", "BK")}
-        _column_scores[(self.ranks.chunks * heads,)](
-            v=self.v, head_v=self.head_v, d_o=d_o, scores=scores, chunk_doc=self.ranks.chunk_doc, BV=columns,
-            LEVELS=(CHUNK - 1).bit_length(), num_warps=4, num_stages=1, **common,
+        launch(
+            _column_scores, (self.ranks.chunks * heads,), v=self.v, head_v=self.head_v, d_o=d_o, scores=scores, chunk_doc=self.ranks.chunk_doc, BV=columns,
+            LEVELS=(CHUNK - 1).bit_length(), num_warps=4, num_stages=1, **self._common(),
         )  # fmt: skip
         return scores
 
@@ -567,8 +578,8 @@ class Columns:
         if self.options.shifted and ranks.docs is None:  # the last key belongs to no pair
             d_k[:, -1] = 0
         d_head_x, d_head_v = (None if x is None else torch.zeros_like(x) for x in (self.head_x, self.head_v))
-        parts = self._cut("values")[0][1]
-        sums = self.q.new_empty(2, parts, ranks.chunks, self.q.shape[2], CHUNK, dtype=torch.float32)
+        of_values = self._cut("values")[0][1]
+        sums = self.q.new_empty(2, of_values, ranks.chunks, self.q.shape[2], CHUNK, dtype=torch.float32)
         with on_device(self.q):
             d_states, _ = self._states(self.q, d_o, True)
             d_S, _ = scan(d_states, total, d_S, ranks, states, S_end)
