@@ -526,10 +526,11 @@ def _walk_back(
 
     The last key, and the first value where there is no key before, belong to no pair: theirs are 0.
 
-    GATES (of values): also, for this block of value columns, the gradients of P_{j,W-1} (far), of P_jd with d < W - 1 (close,
-    `[W - 1, C]` a chunk), what every token reads times its gradient (inner), and the sum of state times gradient at the
-    chunk's end (apart); where LOW instead of the last two (inner is given then: the part read from the state) the gradient of
-    every token's log-decay that comes from far pairs and the states, pair by pair, so that nothing cancels (apart).
+    GATES (of values): also, for this block of value columns, what every token reads times its gradient (inner), the sum of state times
+    gradient at the chunk's end (apart), and the gradients of P_{j,W-1} (far); with a window only what comes through the state of these, the
+    rest is that of `_pulls`. Where LOW instead (inner is given then: the part read from the state) the gradients of P_{j,W-1} (far), of P_jd
+    with d < W - 1 (close, `[W - 1, C]` a chunk), and the gradient of every token's log-decay that comes from far pairs and
+    the states, pair by pair, so that nothing cancels (apart).
     ENERGY (of keys): add what comes through the energy of the keys.
     Everything is computed transposed (pairs as rows, queries as columns) from loaded operands: no accumulator is transposed.
     """
@@ -594,7 +595,7 @@ def _walk_back(
             p = scores * read(mixes + at * C + e[:, None] * C + e[None, :], (e >= 0)[:, None])
         if mixes is not None and W == 1:
             scores = p
-        elif mixes is None or GATES:
+        elif mixes is None:
             s_high, s_low = _decays(upto, upto_low, at, tl.minimum(e + W - 1, C - 1), LOW)
             high, low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
             now = e
@@ -603,18 +604,16 @@ def _walk_back(
             distance = now[None, :] - (1 - AFTER) - e[:, None]
             scores *= _decay(high[None, :], low[None, :], s_high[:, None], s_low[:, None], distance, LOW)
         slot = part * M * H * C + at + e
-        if GATES and (LOW or W > 1):
+        if GATES and LOW:
             # the gradient of P_jd: products of pairs that are d apart, undecayed there; of P_{j,W-1}: those of all far ones
             y = read(vp[:, None] + db[None, :], vok[:, None] & in_b)
             pull = dot(y, tl.trans(value))
             if ONES:
                 pull += once * tl.load(weight + at + e)[None, :]
             pull *= scores
-            given = crossing * 0.0
             for d in tl.static_range(W - 1):
                 near = tl.sum(tl.where(distance == d, pull, 0.0), 1)
                 tl.store(close + (part * M * H * C + at) * (W - 1) + d * C + e, near)
-                given += tl.sum(tl.load(weights + at * (W + 3) + d * C + e) * near, 0)
             if W > 1:
                 pull = tl.where(distance >= W - 1, pull, 0.0)
             d_full = tl.sum(pull, 1)
@@ -628,7 +627,7 @@ def _walk_back(
             if ONES:
                 d_full += once * tl.sum(scores * tl.load(weight + at + e)[None, :], 1)
                 d_full += once * to_end * tl.sum(pair.to(tl.float32) * dz[None, :], 1)
-            given = tl.sum(d_full * full, 0)
+            given = d_full * full
             found *= full[:, None]
         else:
             if W == 1:
@@ -636,13 +635,16 @@ def _walk_back(
             elif mixes is None:
                 p = scores * _parts(weights + at * (W + 3), distance, e, W, C)
             found = (full * to_end)[:, None] * carried + dot(p.to(pair.dtype), value)
-            if GATES:
+            if GATES and not LOW:  # the rest of this gradient is that of `_pulls`
+                y = read(vp[:, None] + db[None, :], vok[:, None] & in_b).to(tl.float32)
+                d_full = to_end * tl.sum(y * carried, 1)
+                given = tl.sum(y * found, 1)
+            elif GATES:
                 written = tl.sum(y.to(tl.float32) * carried, 1)
                 if ONES:
                     written += once * tl.sum(pair.to(tl.float32) * dz[None, :], 1)
                 written *= to_end
                 d_full += written
-                given += tl.sum(d_full * full, 0)
         if GATES:
             tl.store(far + slot, d_full)
         if GATES and not LOW:
@@ -653,7 +655,7 @@ def _walk_back(
                 reads = tl.sum(answer * value.to(tl.float32), 1)
             tl.store(inner + slot, reads)
             tl.store(apart + slot, crossing + tl.zeros([C], tl.float32))
-            crossing += tl.sum(reads, 0) - given
+            crossing += tl.sum(reads - given, 0)
         if GATES and LOW:
             # token r decays what earlier tokens wrote, for later ones to read
             reads = once * tl.load(inner + at + e)
@@ -689,6 +691,63 @@ def _walk_back(
                 dz = dz * kept + tl.sum(ask.to(tl.float32) * share[:, None], 0)
 
 
+@triton.jit(do_not_specialize=["T", "NC"])
+def _pulls(
+    query,
+    k,
+    head_x,
+    v,
+    head_v,
+    d_o,
+    first,
+    upto,
+    far,
+    close,
+    docs,
+    chunk_doc,
+    rows,
+    T,
+    NC,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    W: tl.constexpr,
+    SHIFT: tl.constexpr,
+    AFTER: tl.constexpr,
+    PLAIN: tl.constexpr,
+    MASKED: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Gradients of P within every chunk of a window, for 16-bit inputs: those of P_jd with d < W - 1 (close), and of P_{j,W-1} through
+    queries of the chunk (far). All chunks at once, where the walk would wait for its sums.
+    """
+    c, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
+    e, dk, dv = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
+    in_k, in_v = (dk < K)[None, :], (dv < V)[None, :]
+    r = i * (C - W + 1) - (W - 1) + e
+    at = (c * H + h) * C
+    token = (e >= W - 1) & (r < length)
+    row = row_of(rows, start, r, token, MASKED) * H + h
+    xp, xok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
+    vp, vok = value_pointers(
+        v, head_v, rows, n, start, length, missing_pairs(first, n, SHIFT), h, r, H, V, W, SHIFT, MASKED
+    )
+    pair = read(xp[:, None] + dk[None, :], xok[:, None] & in_k)
+    pull = dot(pair, tl.trans(read(query + row[:, None] * K + dk[None, :], token[:, None] & in_k)))
+    value = read(vp[:, None] + dv[None, :], vok[:, None] & in_v)
+    pull *= dot(value, tl.trans(read(d_o + row[:, None] * V + dv[None, :], token[:, None] & in_v)))
+    distance = e[None, :] - (1 - AFTER) - e[:, None]
+    for d in tl.static_range(W - 1):
+        tl.store(close + at * (W - 1) + d * C + e, tl.sum(tl.where(distance == d, pull, 0.0), 1))
+    whole, low = _decays(upto, upto, at, tl.minimum(e + W - 1, C - 1), False)
+    read_at, low = _decays(upto, upto, at, e - (1 - AFTER), False)
+    decay = tl.exp(tl.minimum(read_at[None, :] - whole[:, None], 0.0))
+    tl.store(far + at + e, tl.sum(tl.where(distance >= W - 1, pull * decay, 0.0), 1))
+
+
 @triton.jit
 def gradients_of_chunk(
     upto,
@@ -707,6 +766,9 @@ def gradients_of_chunk(
     C: tl.constexpr,
 ):
     """From the gradients of P, and products of the walks, to those of strength and log-decay of every token of the chunk at `at`."""
+    apart_from_walks: tl.constexpr = W > 1 and not LOW  # see `_pulls`
+    FAR: tl.constexpr = PARTS + 1 if apart_from_walks else PARTS
+    CLOSE: tl.constexpr = 1 if apart_from_walks else PARTS
     e = tl.arange(0, C)
     d_c = tl.zeros([C], tl.float32)
     d_u = tl.zeros([C], tl.float32)
@@ -718,13 +780,13 @@ def gradients_of_chunk(
     if not LOW:
         # far pairs: all reads from here on, minus all that was written from here on, plus state times gradient at the end
         full = tl.zeros([C], tl.float32)
-        for part in tl.static_range(PARTS):
+        for part in tl.static_range(FAR):
             full += tl.load(far + part * size + at + e)
         full *= tl.load(weights + at * (W + 3) + (W - 1) * C + e)
         for d in tl.static_range(W - 1):
             j = e - d - (1 - AFTER)
             own = tl.load(weights + at * (W + 3) + d * C + j, mask=j >= 0, other=0.0)
-            for part in tl.static_range(PARTS):
+            for part in tl.static_range(CLOSE):
                 near = close + (part * size + at) * (W - 1) + d * C + j
                 reads -= own * tl.load(near, mask=j >= 0, other=0.0)
         later = e[None, :] - e[:, None]
@@ -735,7 +797,7 @@ def gradients_of_chunk(
         j = e - back
         grad = tl.zeros([C], tl.float32)
         for up in tl.static_range(W - back):
-            for part in tl.static_range(PARTS):
+            for part in tl.static_range(FAR if up == 0 else CLOSE):
                 if up == 0:
                     grad += tl.load(far + part * size + at + j, mask=j >= 0, other=0.0)
                 else:
@@ -1053,8 +1115,10 @@ class Associative:
         )
         size = (of_values, ranks.chunks, heads, CHUNK) if gates else (0,)
         inner = self.q.new_empty((of_keys, *size[1:]) if wide and gates else size, dtype=torch.float32)
-        far, apart = (self.q.new_empty(size, dtype=torch.float32) for _ in range(2))
-        close = self.q.new_empty((*size[:-1], self.window - 1, size[-1]), dtype=torch.float32)
+        apart = self.q.new_empty(size, dtype=torch.float32)
+        pulls = gates and self.window > 1 and not wide
+        far = self.q.new_empty((size[0] + 1, *size[1:]) if pulls else size, dtype=torch.float32)
+        close = self.q.new_empty((1 if pulls else size[0], *size[1:-1], self.window - 1, size[-1]), dtype=torch.float32)
         d_energy = None
         with on_device(self.q):
             d_states, d_z_states = self._states(self.q, d_o, total, weight, True)
@@ -1079,6 +1143,11 @@ class Associative:
             outs = (inner, far, close, apart) if gates else None
             d_z_of_values = d_z_states if gates and ones else None
             self._walk_back(d_o, o, d_states, d_z_of_values, weight, product, (d_v, d_head_v), outs, None, False)
+            if pulls:
+                launch(
+                    _pulls, (ranks.chunks * heads,), d_o=d_o, far=far[-1], close=close, **self._common, chunk_doc=ranks.chunk_doc,
+                    BK=block(k_size), BV=block(v_size), num_warps=4, num_stages=1,
+                )  # fmt: skip
             if through_gates is not None:
                 d_energy = through_gates(
                     {
