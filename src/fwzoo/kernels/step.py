@@ -17,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from .contract import may_overwrite_states
-from .falcon.apart import sixteen_of
 from .falcon.eigenvalues import top_direction
 from .falcon.rules import FalconState, Options
 from .gpu import block, launch, on_device, parts, read
@@ -129,13 +128,17 @@ def _gram(x, WINDOW: tl.constexpr):
     else:
         for i in tl.static_range(4):
             rows = rows + (x[i].to(tl.float32) if i < WINDOW else x[0].to(tl.float32) * 0.0,)
-        both = tl.join(tl.join(rows[0], rows[1]), tl.join(rows[2], rows[3]))
-        both = tl.reshape(both, [both.shape[0], 4])
-        entries = sixteen_of(tl.reshape(tl.sum(both[:, :, None] * both[:, None, :], 0), [16]))
-        order: tl.constexpr = (0, 2, 1, 3)
+        both = tl.join(tl.join(rows[0], rows[1]), tl.join(rows[2], rows[3]))  # key a + 2 b in column [a, b]
+        entries = (tl.sum(both[:, :, :, None, None] * both[:, None, None, :, :], 0),)
+        for level in tl.static_range(4):
+            halves = ()
+            for i in tl.static_range(1 << level):
+                even, odd = tl.split(entries[i])
+                halves = halves + (even, odd)
+            entries = halves
         for i in tl.static_range(WINDOW):
             for j in tl.static_range(WINDOW):
-                gram = gram + (entries[order[i] * 4 + order[j]],)
+                gram = gram + (entries[4 * j + i],)
     return gram
 
 
