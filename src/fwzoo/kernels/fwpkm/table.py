@@ -361,6 +361,7 @@ def _joined(total, shared, parts, sums, finished, c, V: tl.constexpr):
         last = tl.atomic_add(finished + shared, 1, sem="acq_rel") == parts - 1
         if last:
             total = tl.load(own, mask=c < V, other=0.0, cache_modifier=".cg")
+            tl.debug_barrier()  # the thread that clears a number need not be the one that loads it
             tl.store(own, tl.zeros_like(total), mask=c < V)
             tl.store(finished + shared, 0)
     return last, total
