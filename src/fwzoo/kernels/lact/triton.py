@@ -22,11 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..contract import few_tokens, needs_backward
-from ..gpu import custom, on_device
+from ..gpu import Prepared, custom, on_device
 from ..tiling import Tiling
 from . import passes
 from .chunk import in_chunks, read_plainly, waiting_tokens
 from .muon import orthogonal, orthogonal_backward, split
+from .products import Products
 from .rules import LactState, Options, Tokens
 
 READ_TOKENS = 1 << 13
@@ -235,18 +236,6 @@ def _first(x: Tensor, n: int) -> Tensor:
     return x if n == x.shape[0] else x[:n]
 
 
-def _reader(both: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
-    """What fills outputs `[R, C, D]` from queries and the two matrices; both `[R, C, 2 M]` is its own."""
-    activate, units = passes.swiglu(both), both[..., : both.shape[2] // 2]
-
-    def run(q: Tensor, o: Tensor, w02: Tensor, w1: Tensor) -> None:
-        torch.bmm(q, w02.mT, out=both)
-        activate()
-        torch.bmm(units, w1.mT, out=o)
-
-    return run
-
-
 def _reader_backward(both: Tensor, d_hidden: Tensor) -> Callable[..., None]:
     """What fills d_q `[R, C, D]` and the gradients of the matrices; both `[R, C, 2 M]` and d_hidden `[R, C, M]` are its own."""
     differentiate, transposed = passes.swiglu_backward(both, d_hidden), both.mT
@@ -278,6 +267,11 @@ def _alone(x: Tensor) -> Iterator[None]:
         yield
 
 
+def _by_rows(x: Tensor) -> Tensor:
+    """Tokens whose numbers lie one after the other."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def _owned(x: Tensor) -> Tensor:
     """A contiguous copy."""
     return x.clone(memory_format=torch.contiguous_format)
@@ -292,73 +286,52 @@ def _forward(
     """
     call, (muon, keep) = _call(k, steps, sizes), (bool(x) for x in sizes[3:])
     size, hidden, rows, chunk, entries = call.size, call.hidden, steps[0], k.shape[-2], weights.shape[1]
-    span = len(steps) if keep else call.span
-    blocks = call.blocks if keep else [rows] * (min(span, call.updates) + 1)  # of which the weights are at hand
+    blocks = call.blocks if keep else [rows]  # without a backward pass, the weights' next values replace them
+    q = _by_rows(q)
     saved, o = k.new_empty(sum(blocks), entries), torch.empty_like(q)
-    directed = keep and (muon or last is not None)
+    momentum, directed = last is not None, keep and (muon or last is not None)
     saved_last = k.new_empty(sum(blocks) if directed else 0, entries)
     lengths = norms.new_empty(sum(steps[: call.updates]) if keep else 0, norms.shape[1])
     weights, norms = _owned(weights), norms.contiguous()
     sums, last = (x if x is None else _owned(x) for x in (sums, last))
-    slots, matrices = saved.split(blocks), call.matrices(saved, blocks)
+    slots = saved.split(blocks)
     slots[0].copy_(weights[:rows])
-    directions = saved_last.split(blocks) if directed else None
-    if directions is not None and last is not None:
+    directions = saved_last.split(blocks) if directed else [k.new_empty(rows, entries)] if muon else None
+    if directed and last is not None:
         directions[0].copy_(last[:rows])
-    both, error = k.new_empty(max(rows, call.most), chunk, 2 * hidden), k.new_empty(rows, chunk, hidden)
-    step = k.new_empty(rows, entries)
-    reader = functools.cache(lambda n: _reader(_first(both, n)))
+    units, pairs, ones = (k.new_empty(rows, chunk, n * hidden) for n in (1, 2, 1))
+    step = None if muon or last is not None else torch.empty_like(weights)
+    full_at = 0 if full is None else full.shape[1]
+    tiles = [call.chunks(x) for x in (q, o, *(_by_rows(x) for x in (k, v)))]
 
-    def launches(n: int) -> tuple[Any, ...]:
-        """For chunks of n rows: what fills the rows that are written, the directions, and what steps."""
-        own_both, own_error, own_step = (_first(x, n) for x in (both, error, step))
-        write = passes.written(own_both, own_error, rates)
-        step02, step1 = split(own_step, size, hidden)
-
-        def project(own_k: Tensor, own_v: Tensor, w02: Tensor, w1: Tensor, first: int) -> None:
-            torch.bmm(own_k, w02.mT, out=own_both)
-            torch.bmm(own_v, w1, out=own_error)
-            write(first * chunk)
-            if rates.shape[2] == 1:
-                torch.bmm(own_both.mT, own_k, out=step02)
-            else:
-                for j, part in ((0, slice(None, hidden)), (2, slice(hidden, None))):
-                    torch.bmm(own_both[..., part].mT, _scaled(own_k, rates[j], first), out=step02[:, part])
-            torch.bmm(own_v.mT, own_error, out=step1)
-
-        rest = kept, full, call.heads
-        put = passes.step_weights(
-            n, None if muon else last, *rest, weights if sums is None else sums, weights, norms, lengths if keep else None,
-            directed and not muon, size, hidden,
+    @functools.cache
+    def products(n: int, writes: bool) -> Products:
+        """For chunks of n rows."""
+        own_q, own_o, own_k, own_v = (x[0][:n] for x in tiles)
+        own_units, own_pairs, own_ones = (_first(x, n) for x in (units, pairs, ones))
+        if not writes:
+            return Products(own_q, own_o, weights, own_units, hidden)
+        return Products(
+            own_q, own_o, weights, own_units, hidden, k=own_k, v=own_v, rates=rates, pairs=own_pairs, ones=own_ones, last=last,
+            step=step, directed=directions is not None, kept=kept, full=full, heads=call.heads,
         )  # fmt: skip
-        direct = passes.direct(own_step, last, *rest, size, hidden) if muon and last is not None else None
-        return project, own_step, direct, put
 
-    prepared = functools.cache(launches)
-    keys, values, firsts = call.chunks(k), call.chunks(v), call.firsts
-    tiles = [call.readable(x) for x in (q, o)]
+    @functools.cache
+    def put(n: int) -> Prepared:
+        """Steps the weights of n rows."""
+        before = weights if sums is None else sums
+        return passes.step_weights(n, full, call.heads, before, weights, norms, lengths if keep else None, size, hidden)
+
     with _alone(q):
-        for start in range(0, len(steps), span):
-            end = min(start + span, len(steps))
-            if start and span > 1:
-                slots[0].copy_(slots[-1])
-            here = start % 2 if span == 1 and not keep else 0  # the slot of the weights before chunk number `start`
-            for i in range(start, min(end, call.updates)):
-                n, at = steps[i], (firsts[i], 0 if full is None else i * full.shape[1])
-                project, own_step, direct, put = prepared(n)
-                before, after = here + i - start, (here + i - start + 1) % len(slots)
-                project(keys[i], values[i], *(_first(x, n) for x in matrices[before]), firsts[i])
-                direction = [directions[i + 1]] if directions is not None else []
-                if muon:
-                    if direct is None:
-                        direction = [x.copy_(own_step) for x in direction] or [own_step]
-                    else:
-                        direction = direction or [torch.empty_like(own_step)]
-                        direct(*at, *direction)
-                    own_step, direction = orthogonal(direction[0], size, hidden)[0], []
-                put(*at, own_step, slots[after], *direction)
-            for own_q, *own in call.reads(start, end, tiles, [(saved, matrices[here:])]):
-                reader(own_q.shape[0])(own_q, *own)
+        for i, (n, first, own_q, own_o, own_k, own_v) in enumerate(zip(steps, call.firsts, *tiles, strict=False)):
+            narrow, at = slots[i % len(slots)], (first, i * full_at)
+            if i >= call.updates:
+                products(n, False)(own_q, own_o, narrow, *at)
+                continue
+            direction = [] if directions is None else [_first(directions[(i + 1) % len(directions)], n)]
+            products(n, True)(own_q, own_o, narrow, *at, own_k, own_v, *direction)
+            move = orthogonal(direction[0], size, hidden)[0] if muon else last if momentum else step
+            put(n)(*at, move, slots[(i + 1) % len(slots)])
     if not keep:
         saved = k.new_empty(0)
     none = norms.new_empty(0)
@@ -516,10 +489,10 @@ _scan_operator = custom(
 
 
 def _read_forward(q: Tensor, flat: Tensor, hidden: int) -> tuple[Tensor]:
-    o = torch.empty_like(q)
+    q = _by_rows(q)
+    o, narrow = torch.empty_like(q), flat.to(q.dtype)
     with _alone(q):
-        both = q.new_empty(*q.shape[:2], 2 * hidden)
-        _reader(both)(q, o, *split(flat.to(q.dtype), q.shape[2], hidden))
+        Products(q, o, narrow, q.new_empty(*q.shape[:2], hidden), hidden)(q, o, narrow)
     return (o,)
 
 
