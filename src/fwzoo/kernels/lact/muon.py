@@ -1,6 +1,7 @@
 """Newton-Schulz orthogonalisation of the three matrices of all heads at once, and its backward pass, as batched products.
 
-Matrices are flat `[R, 3 M D]` as in `passes.py`; products run in their dtype. X are the same `[3 R, short, long]`.
+Matrices are flat `[R, 3 M D]` as in `passes.py`; products run in their dtype. X are the same `[3 R, short, long]`. Imported only
+by the `triton` level.
 """
 
 from __future__ import annotations
@@ -8,9 +9,120 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from ..gpu import Prepared, block, parts, power, read
 from .rules import FROBENIUS_EPS, NEWTON_SCHULZ
+
+SQUARES = 4096  # numbers of a matrix that a program sums or scales
+
+
+@triton.jit
+def _squares_kernel(x, sums, SIZE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    z, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = read(x + z * SIZE + at, at < SIZE).to(tl.float32)
+    tl.store(sums + z * PARTS + tl.program_id(0), tl.sum(value * value))
+
+
+@triton.jit
+def _scale_kernel(x, sums, out, SIZE: tl.constexpr, PARTS: tl.constexpr, EPS: tl.constexpr, BP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    z, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    part = tl.arange(0, BP)
+    norm = tl.sqrt(tl.sum(tl.load(sums + z * PARTS + part, mask=part < PARTS, other=0.0)))
+    value = read(x + z * SIZE + at, at < SIZE).to(tl.float32) / (norm + EPS)
+    tl.store(out + z * SIZE + at, value.to(out.dtype.element_ty), mask=at < SIZE)
+
+
+@triton.jit
+def _product_kernel(
+    a, b, addend, out, alpha, beta,
+    I: tl.constexpr, J: tl.constexpr, K: tl.constexpr, TRANSPOSED: tl.constexpr, SYMMETRIC: tl.constexpr,
+    BI: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """alpha a b + beta addend for matrices `[I, K]`, `[K, J]` (TRANSPOSED: `[J, K]`); SYMMETRIC: half of the tiles, mirrored."""
+    number, z = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if SYMMETRIC:
+        column = ((tl.sqrt(8.0 * number + 1.0) - 1.0) * 0.5).to(tl.int32)
+        i0, j0 = (number - column * (column + 1) // 2) * BI, column * BJ
+    else:
+        i0, j0 = number // tl.cdiv(J, BJ) * BI, number % tl.cdiv(J, BJ) * BJ
+    i, j, k = i0 + tl.arange(0, BI), j0 + tl.arange(0, BJ), tl.arange(0, BK)
+    i_ok, j_ok = (i < I)[:, None], (j < J)[None, :]
+    acc = tl.zeros([BI, BJ], tl.float32)
+    a += z * I * K
+    b += z * K * J
+    for k0 in range(0, K, BK):
+        k_ok = k0 + k < K
+        left = read(a + i[:, None] * K + (k0 + k)[None, :], i_ok & k_ok[None, :])
+        if TRANSPOSED:
+            right = tl.trans(read(b + j[:, None] * K + (k0 + k)[None, :], (j < J)[:, None] & k_ok[None, :]))
+        else:
+            right = read(b + (k0 + k)[:, None] * J + j[None, :], k_ok[:, None] & j_ok)
+        acc = tl.dot(left, right, acc, input_precision="ieee")
+    acc *= alpha
+    at, out = i[:, None] * J + j[None, :], out + z * I * J
+    if addend is not None:
+        acc += beta * read(addend + z * I * J + at, i_ok & j_ok).to(tl.float32)
+    value = acc.to(out.dtype.element_ty)
+    tl.store(out + at, value, mask=i_ok & j_ok)
+    if SYMMETRIC and i0 != j0:
+        tl.store(out + j[:, None] * J + i[None, :], tl.trans(value), mask=(j < J)[:, None] & (i < I)[None, :])
+
+
+def _product(
+    out: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0, addend: Tensor | None = None, beta: float = 0.0, *,
+    transposed: bool = False, symmetric: bool = False,
+) -> Prepared:  # fmt: skip
+    """What fills `out` with `_product_kernel`."""
+    (count, rows, columns), inner, narrow = out.shape, a.shape[2], a.dtype == torch.bfloat16
+    most = (32, 32) if not narrow else (128, 128) if symmetric else (256, 128)
+    bi, bj = (min(block(size), limit) for size, limit in zip((rows, columns), most, strict=True))
+    if symmetric:
+        bi = bj = min(bi, bj)
+        tiles = parts(rows, bi) * (parts(rows, bi) + 1) // 2
+    else:
+        tiles = parts(rows, bi) * parts(columns, bj)
+    return Prepared(
+        _product_kernel, (tiles, count), (), a=a, b=b, addend=addend, out=out, alpha=alpha, beta=beta, I=rows, J=columns,
+        K=inner, TRANSPOSED=transposed, SYMMETRIC=symmetric, BI=bi, BJ=bj, BK=min(block(inner), 64 if narrow else 32),
+        num_warps=8 if bi * bj >= 128 * 128 else 4, num_stages=3 if bi > 128 else 4,
+    )  # fmt: skip
+
+
+class Orthogonal:
+    """What orthogonalises directions like `flat`, one after the other, on buffers that it keeps. size, hidden: D and M."""
+
+    def __init__(self, flat: Tensor, size: int, hidden: int) -> None:
+        short, long = sorted((size, hidden))
+        count = parts(short * long, SQUARES)
+        x, other = (flat.new_empty(3 * flat.shape[0], short, long) for _ in range(2))
+        gram, factor = (x.new_empty(x.shape[0], short, short) for _ in range(2))
+        sums = x.new_empty(x.shape[0], count, dtype=torch.float32)
+        shared = {"sums": sums, "SIZE": short * long, "PARTS": count, "BLOCK": SQUARES}
+        grid = count, x.shape[0]
+        self._sizes = size, hidden
+        self._squares = Prepared(_squares_kernel, grid, ("x",), **shared)
+        self._scale = Prepared(_scale_kernel, grid, ("x",), out=x, EPS=FROBENIUS_EPS, BP=power(count), **shared)
+        self._products = []
+        for a, b, c in NEWTON_SCHULZ:
+            self._products += (
+                _product(gram, x, x, transposed=True, symmetric=True),
+                _product(factor, gram, gram, c, gram, b, symmetric=True),
+                _product(other, factor, x, 1.0, x, a),
+            )
+            x, other = other, x
+        self._x = x
+
+    def __call__(self, flat: Tensor) -> Tensor:
+        """The orthogonalised directions, flat; the next call may overwrite them."""
+        wide = _wide(flat, *self._sizes)
+        self._squares(wide)
+        self._scale(wide)
+        for product in self._products:
+            product()
+        return _flat(self._x, *self._sizes)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from ..gpu import Prepared, custom, on_device
 from ..tiling import Tiling
 from . import passes
 from .chunk import in_chunks, read_plainly, waiting_tokens
-from .muon import orthogonal, orthogonal_backward, split
+from .muon import Orthogonal, orthogonal, orthogonal_backward, split
 from .products import Products
 from .rules import LactState, Options, Tokens
 
@@ -289,7 +289,7 @@ def _forward(
     blocks = call.blocks if keep else [rows]  # without a backward pass, the weights' next values replace them
     q = _by_rows(q)
     saved, o = k.new_empty(sum(blocks), entries), torch.empty_like(q)
-    momentum, directed = last is not None, keep and (muon or last is not None)
+    directed = keep and (muon or last is not None)
     saved_last = k.new_empty(sum(blocks) if directed else 0, entries)
     lengths = norms.new_empty(sum(steps[: call.updates]) if keep else 0, norms.shape[1])
     weights, norms = _owned(weights), norms.contiguous()
@@ -317,6 +317,10 @@ def _forward(
         )  # fmt: skip
 
     @functools.cache
+    def orthogonal_of(n: int) -> Orthogonal:
+        return Orthogonal(_first(slots[0], n), size, hidden)
+
+    @functools.cache
     def put(n: int) -> Prepared:
         """Steps the weights of n rows."""
         before = weights if sums is None else sums
@@ -330,7 +334,7 @@ def _forward(
                 continue
             direction = [] if directions is None else [_first(directions[(i + 1) % len(directions)], n)]
             products(n, True)(own_q, own_o, narrow, *at, own_k, own_v, *direction)
-            move = orthogonal(direction[0], size, hidden)[0] if muon else last if momentum else step
+            move = orthogonal_of(n)(direction[0]) if muon else last if last is not None else step
             put(n)(*at, move, slots[(i + 1) % len(slots)])
     if not keep:
         saved = k.new_empty(0)
