@@ -109,7 +109,7 @@ def test_sixteen_bit_inputs(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("hidden", [3, 6, 9])
 def test_muon_of_wide_square_and_tall_matrices(hidden: int) -> None:
     options = {"chunk_size": 8, "muon": True}
-    draws = (draw(tokens=19, size=6, hidden=hidden, seed=seed) for seed in range(7))
+    draws = (draw(batch=1, tokens=19, heads=1, size=6, hidden=hidden, seed=seed) for seed in range(7))
     inputs = (narrowed(given(arguments, None, {"chunk_size": 8}), torch.float32) for arguments in draws)
     ours, theirs = typical(results(named, options, torch.float32) for named in inputs)
     assert ours <= 2 * theirs + floor(torch.float32)

@@ -6,6 +6,7 @@ by the `triton` level.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +28,9 @@ def _squares_kernel(x, sums, SIZE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
-def _scale_kernel(x, sums, out, SIZE: tl.constexpr, PARTS: tl.constexpr, EPS: tl.constexpr, BP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _scale_kernel(
+    x, sums, out, SIZE: tl.constexpr, PARTS: tl.constexpr, EPS: tl.constexpr, BP: tl.constexpr, BLOCK: tl.constexpr
+):
     z, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     part = tl.arange(0, BP)
     norm = tl.sqrt(tl.sum(tl.load(sums + z * PARTS + part, mask=part < PARTS, other=0.0)))
@@ -38,37 +41,39 @@ def _scale_kernel(x, sums, out, SIZE: tl.constexpr, PARTS: tl.constexpr, EPS: tl
 @triton.jit
 def _product_kernel(
     a, b, addend, out, alpha, beta,
-    I: tl.constexpr, J: tl.constexpr, K: tl.constexpr, TRANSPOSED: tl.constexpr, SYMMETRIC: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, TRANSPOSED: tl.constexpr, SYMMETRIC: tl.constexpr,
     BI: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """alpha a b + beta addend for matrices `[I, K]`, `[K, J]` (TRANSPOSED: `[J, K]`); SYMMETRIC: half of the tiles, mirrored."""
+    """alpha a b + beta addend; TRANSPOSED: b is `[COLUMNS, INNER]`; SYMMETRIC: one of two tiles, and its mirror image."""
     number, z = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if SYMMETRIC:
-        column = ((tl.sqrt(8.0 * number + 1.0) - 1.0) * 0.5).to(tl.int32)
+        column = ((tl.sqrt(8.0 * number + 1.5) - 1.0) * 0.5).to(tl.int32)  # 1.5, not 1: the root is no exact one
         i0, j0 = (number - column * (column + 1) // 2) * BI, column * BJ
     else:
-        i0, j0 = number // tl.cdiv(J, BJ) * BI, number % tl.cdiv(J, BJ) * BJ
+        i0, j0 = number // tl.cdiv(COLUMNS, BJ) * BI, number % tl.cdiv(COLUMNS, BJ) * BJ
     i, j, k = i0 + tl.arange(0, BI), j0 + tl.arange(0, BJ), tl.arange(0, BK)
-    i_ok, j_ok = (i < I)[:, None], (j < J)[None, :]
+    i_ok, j_ok = (i < ROWS)[:, None], (j < COLUMNS)[None, :]
     acc = tl.zeros([BI, BJ], tl.float32)
-    a += z * I * K
-    b += z * K * J
-    for k0 in range(0, K, BK):
-        k_ok = k0 + k < K
-        left = read(a + i[:, None] * K + (k0 + k)[None, :], i_ok & k_ok[None, :])
+    a += z * ROWS * INNER
+    b += z * INNER * COLUMNS
+    for k0 in range(0, INNER, BK):
+        k_ok = k0 + k < INNER
+        left = read(a + i[:, None] * INNER + (k0 + k)[None, :], i_ok & k_ok[None, :])
         if TRANSPOSED:
-            right = tl.trans(read(b + j[:, None] * K + (k0 + k)[None, :], (j < J)[:, None] & k_ok[None, :]))
+            right = tl.trans(read(b + j[:, None] * INNER + (k0 + k)[None, :], (j < COLUMNS)[:, None] & k_ok[None, :]))
         else:
-            right = read(b + (k0 + k)[:, None] * J + j[None, :], k_ok[:, None] & j_ok)
+            right = read(b + (k0 + k)[:, None] * COLUMNS + j[None, :], k_ok[:, None] & j_ok)
         acc = tl.dot(left, right, acc, input_precision="ieee")
     acc *= alpha
-    at, out = i[:, None] * J + j[None, :], out + z * I * J
+    at, out = i[:, None] * COLUMNS + j[None, :], out + z * ROWS * COLUMNS
     if addend is not None:
-        acc += beta * read(addend + z * I * J + at, i_ok & j_ok).to(tl.float32)
+        acc += beta * read(addend + z * ROWS * COLUMNS + at, i_ok & j_ok).to(tl.float32)
     value = acc.to(out.dtype.element_ty)
     tl.store(out + at, value, mask=i_ok & j_ok)
     if SYMMETRIC and i0 != j0:
-        tl.store(out + j[:, None] * J + i[None, :], tl.trans(value), mask=(j < J)[:, None] & (i < I)[None, :])
+        tl.store(
+            out + j[:, None] * COLUMNS + i[None, :], tl.trans(value), mask=(j < COLUMNS)[:, None] & (i < ROWS)[None, :]
+        )
 
 
 def _product(
@@ -85,20 +90,27 @@ def _product(
     else:
         tiles = parts(rows, bi) * parts(columns, bj)
     return Prepared(
-        _product_kernel, (tiles, count), (), a=a, b=b, addend=addend, out=out, alpha=alpha, beta=beta, I=rows, J=columns,
-        K=inner, TRANSPOSED=transposed, SYMMETRIC=symmetric, BI=bi, BJ=bj, BK=min(block(inner), 64 if narrow else 32),
+        _product_kernel, (tiles, count), (), a=a, b=b, addend=addend, out=out, alpha=alpha, beta=beta, ROWS=rows, COLUMNS=columns,
+        INNER=inner, TRANSPOSED=transposed, SYMMETRIC=symmetric, BI=bi, BJ=bj, BK=min(block(inner), 64 if narrow else 32),
         num_warps=8 if bi * bj >= 128 * 128 else 4, num_stages=3 if bi > 128 else 4,
     )  # fmt: skip
 
 
 class Orthogonal:
-    """What orthogonalises directions like `flat`, one after the other, on buffers that it keeps. size, hidden: D and M."""
+    """What orthogonalises directions like `flat`, one after the other.
 
-    def __init__(self, flat: Tensor, size: int, hidden: int) -> None:
+    Args:
+        size, hidden: D and M. room: memory in the dtype of `flat` that it may use, if that is enough, until the next call.
+    """
+
+    def __init__(self, flat: Tensor, size: int, hidden: int, room: Tensor) -> None:
         short, long = sorted((size, hidden))
         count = parts(short * long, SQUARES)
-        x, other = (flat.new_empty(3 * flat.shape[0], short, long) for _ in range(2))
-        gram, factor = (x.new_empty(x.shape[0], short, short) for _ in range(2))
+        shapes = [(3 * flat.shape[0], short, width) for width in (long, long, short, short)]
+        sizes = [math.prod(shape) for shape in shapes]
+        room = room.flatten() if room.numel() >= sum(sizes) else flat.new_empty(sum(sizes))
+        pieces = room[: sum(sizes)].split(sizes)
+        x, other, gram, factor = (piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
         sums = x.new_empty(x.shape[0], count, dtype=torch.float32)
         shared = {"sums": sums, "SIZE": short * long, "PARTS": count, "BLOCK": SQUARES}
         grid = count, x.shape[0]

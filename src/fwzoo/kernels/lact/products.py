@@ -16,10 +16,19 @@ from torch import Tensor
 
 from ..gpu import INTERPRET, Prepared, block, dot, parts
 
+UNITS, SUMS = (128, 128, 64, 4), (128, 256, 64, 3)
+"""Rows, columns and inner width of a tile of 16-bit products, and stages, in both kernels."""
 
-def _blocks(dtype: torch.dtype, sizes: tuple[int, ...], most: tuple[int, ...]) -> list[int]:
-    """Widths of tiles for sizes, at most `most`; float32, whose products take three times the registers, half of it."""
-    return [min(block(size), limit if dtype == torch.bfloat16 else limit // 2) for size, limit in zip(sizes, most, strict=True)]
+
+def _tile(dtype: torch.dtype, most: tuple[int, ...], *sizes: int) -> dict[str, int]:
+    """Widths of a tile for sizes; float32, whose products take three times the registers, has half of `most`."""
+    *widths, stages = most
+    rows, columns, inner = (
+        min(block(size), width if dtype == torch.bfloat16 else width // 2)
+        for size, width in zip(sizes, widths, strict=True)
+    )
+    warps = 8 if rows * columns >= 128 * 128 else 4
+    return {"BI": rows, "BJ": columns, "BK": inner, "num_warps": warps, "num_stages": stages}
 
 
 @triton.jit
@@ -44,7 +53,7 @@ def _load(x, rows, columns, row_ok, column_ok, EVEN_ROWS: tl.constexpr, EVEN_COL
 def _units_kernel(
     q, k, v, weights, rates, units, pairs, ones, writes, first, plane, chunk, q_row, q_token, k_row, k_token, v_row, v_token,
     D: tl.constexpr, M: tl.constexpr, PER_CHANNEL: tl.constexpr, WRITES: tl.constexpr, EVEN: tl.constexpr,
-    BC: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    BI: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
     kind: tl.constexpr = weights.dtype.element_ty
@@ -53,15 +62,15 @@ def _units_kernel(
         wrote = number < writes
         x, row, token = tl.where(wrote, k, q), tl.where(wrote, k_row, q_row), tl.where(wrote, k_token, q_token)
         number = tl.where(wrote, number, number - writes)
-    tiles: tl.constexpr = (M + BM - 1) // BM
-    of_row = tl.cdiv(chunk, BC) * tiles
-    b, c0, m0 = (number // of_row).to(tl.int64), number % of_row // tiles * BC, number % tiles * BM
-    c, m, f = tl.arange(0, BC), m0 + tl.arange(0, BM), tl.arange(0, BK)
+    tiles: tl.constexpr = (M + BJ - 1) // BJ
+    of_row = tl.cdiv(chunk, BI) * tiles
+    b, c0, m0 = (number // of_row).to(tl.int64), number % of_row // tiles * BI, number % tiles * BJ
+    c, m, f = tl.arange(0, BI), m0 + tl.arange(0, BJ), tl.arange(0, BK)
     c_ok, m_ok = c0 + c < chunk, m < M
-    EVEN_M: tl.constexpr = M % BM == 0
+    EVEN_M: tl.constexpr = M % BJ == 0
     EVEN_D: tl.constexpr = D % BK == 0
     w0 = weights + b * 3 * M * D
-    gate, up = tl.zeros([BC, BM], tl.float32), tl.zeros([BC, BM], tl.float32)
+    gate, up = tl.zeros([BI, BJ], tl.float32), tl.zeros([BI, BJ], tl.float32)
     x += b * row + c0.to(tl.int64) * token
     for d0 in range(0, D, BK):
         d_ok = d0 + f < D
@@ -73,7 +82,7 @@ def _units_kernel(
     ok = c_ok[:, None] & m_ok[None, :]
     if wrote if WRITES else False:
         narrow_gate, narrow_up = gate.to(kind), up.to(kind)  # which leaves registers for the error
-        error = tl.zeros([BC, BM], tl.float32)
+        error = tl.zeros([BI, BJ], tl.float32)
         v += b * v_row + c0.to(tl.int64) * v_token
         for d0 in range(0, D, BK):
             d_ok = d0 + f < D
@@ -118,7 +127,9 @@ def _sums_kernel(
         of_one: tl.constexpr = (M + BI - 1) // BI * tiles_d
         of_row: tl.constexpr = 2 * of_one + (D + BI - 1) // BI * tiles_m
         b, own = (number // of_row).to(tl.int64), number % of_row
-        lower = own < 2 * of_one  # [M, D] of W0 or W2, from pairs and keys; otherwise [D, M] of W1, from values and ones
+        lower = (
+            own < 2 * of_one
+        )  # [M, D] of W0 or W2, from pairs and keys; otherwise [D, M] of W1, from values and ones
         second = own // of_one
         own = tl.where(lower, own % of_one, own - 2 * of_one)
         tiles = tl.where(lower, tiles_d, tiles_m)
@@ -206,25 +217,39 @@ class Products:
             "chunk": chunk, "D": size, "M": hidden, "PER_CHANNEL": rates is not None and rates.shape[2] > 1,
             "WRITES": writes, **strides,
         }  # fmt: skip
-        dtype = q.dtype
-        bc, bm, bk = _blocks(dtype, (chunk, hidden, size), (128, 128, 64))
-        tiles = rows * parts(chunk, bc) * parts(hidden, bm)
-        wide = 8 if bc * bm >= 128 * 128 else 4
-        varying = ("q", "weights", "first") + (("k", "v") if writes else ())
+        tile = _tile(q.dtype, UNITS, chunk, hidden, size)
+        reads = rows * parts(chunk, tile["BI"]) * parts(hidden, tile["BJ"])
+        varying = ("q", "weights", "first", *(("k", "v") if writes else ()))
         self._units = Prepared(
-            _units_kernel, (tiles * (1 + writes),), varying, **shared, writes=tiles, EVEN=chunk % bc == 0, BC=bc, BM=bm, BK=bk,
-            num_warps=wide, num_stages=4,
-        )  # fmt: skip
-        bi, bj, bk = _blocks(dtype, (max(size, hidden), max(size, hidden), max(chunk, hidden)), (128, 256, 64))
-        grads = rows * (2 * parts(hidden, bi) * parts(size, bj) + parts(size, bi) * parts(hidden, bj)) if writes else 0
-        tiles = rows * parts(chunk, bi) * parts(size, bj)
-        varying = ("o", "weights", "first", "full_at") + (("k", "v") if writes else ()) + (("direction",) if directed else ())
+            _units_kernel,
+            (reads * (1 + writes),),
+            varying,
+            **shared,
+            writes=reads,
+            EVEN=chunk % tile["BI"] == 0,
+            **tile,
+        )
+        rows_most, columns_most, *others = SUMS
+        columns_most = 128 if shared["PER_CHANNEL"] else columns_most  # scaled keys go through shared memory once more
+        longest = max(size, hidden)
+        tile = _tile(q.dtype, (rows_most, columns_most, *others), longest, longest, max(chunk, hidden))
+        of_weights = (
+            parts(x, tile["BI"]) * parts(y, tile["BJ"]) for x, y in ((hidden, size), (hidden, size), (size, hidden))
+        )
+        grads = rows * sum(of_weights) if writes else 0
+        reads = rows * parts(chunk, tile["BI"]) * parts(size, tile["BJ"])
+        varying = (
+            "o",
+            "weights",
+            "first",
+            "full_at",
+            *(("k", "v") if writes else ()),
+            *(("direction",) if directed else ()),
+        )
         self._sums = Prepared(
-            _sums_kernel, (grads + tiles,), varying, **shared, grads=grads, last=last, step=step, kept=kept, full=full,
-            heads=heads, MASKED=full is not None, EVEN=chunk % bi == 0 and chunk % bk == 0, BI=bi, BJ=bj, BK=bk,
-            num_warps=8 if bi * bj >= 128 * 128 else 4, num_stages=3,
+            _sums_kernel, (grads + reads,), varying, **shared, grads=grads, last=last, step=step, kept=kept, full=full,
+            heads=heads, MASKED=full is not None, EVEN=chunk % tile["BI"] == 0 and chunk % tile["BK"] == 0, **tile,
         )  # fmt: skip
-        self._writes = writes
 
     def __call__(
         self, q: Tensor, o: Tensor, weights: Tensor, first: int = 0, full_at: int = 0, *written: Tensor

@@ -102,7 +102,7 @@ def _scan(
         sums, last = (x if x is None else _enter(tiling, x, heads) for x in (sums, last))
     tiles = Tokens._make((*(tile(x) for x in tokens[:5]), tile(tokens.momentum[..., None]).squeeze(-1)))
     k, v, lr0, lr1, lr2, momentum = tiles
-    rates = torch.stack([x.flatten(0, -2) for x in (lr0, lr1, lr2)])
+    rates = torch.stack([lr0, lr1, lr2]).flatten(1, -2)
     kept = momentum.mean(-1).flatten() if options.momentum else None
     keep = needs_backward((q, k, v, rates, kept, weights, sums, norms, last))
     o_tiles, weights, new_sums, new_last, *_ = _scan_operator(
@@ -299,7 +299,8 @@ def _forward(
     directions = saved_last.split(blocks) if directed else [k.new_empty(rows, entries)] if muon else None
     if directed and last is not None:
         directions[0].copy_(last[:rows])
-    units, pairs, ones = (k.new_empty(rows, chunk, n * hidden) for n in (1, 2, 1))
+    room = k.new_empty(4, rows * chunk * hidden)  # of a chunk's units, then of what orthogonalises its direction
+    units, pairs, ones = (x.view(rows, chunk, -1) for x in (room[0], room[1:3], room[3]))
     step = None if muon or last is not None else torch.empty_like(weights)
     full_at = 0 if full is None else full.shape[1]
     tiles = [call.chunks(x) for x in (q, o, *(_by_rows(x) for x in (k, v)))]
@@ -318,7 +319,7 @@ def _forward(
 
     @functools.cache
     def orthogonal_of(n: int) -> Orthogonal:
-        return Orthogonal(_first(slots[0], n), size, hidden)
+        return Orthogonal(_first(slots[0], n), size, hidden, room)
 
     @functools.cache
     def put(n: int) -> Prepared:
