@@ -117,7 +117,7 @@ class Orthogonal:
         self._sizes = size, hidden
         self._squares = Prepared(_squares_kernel, grid, ("x",), **shared)
         self._scale = Prepared(_scale_kernel, grid, ("x",), out=x, EPS=FROBENIUS_EPS, BP=power(count), **shared)
-        self._products = []
+        self._products: list[Prepared] = []
         for a, b, c in NEWTON_SCHULZ:
             self._products += (
                 _product(gram, x, x, transposed=True, symmetric=True),
@@ -145,23 +145,24 @@ class Trail:
     norm: Tensor
 
 
-def orthogonal(flat: Tensor, size: int, hidden: int) -> tuple[Tensor, Trail]:
-    """The orthogonalised directions, flat, and what `orthogonal_backward` needs. size, hidden: D and M."""
+def retraced(flat: Tensor, size: int, hidden: int) -> Trail:
+    """What `orthogonal_backward` needs of directions, flat. size, hidden: D and M."""
     g = _wide(flat, size, hidden)
     wide = torch.promote_types(g.dtype, torch.float32)
     norm = torch.linalg.vector_norm(g, dim=(1, 2), keepdim=True, dtype=wide)
     x = torch.div(g, norm + FROBENIUS_EPS, out=torch.empty_like(g))
-    steps = []
+    steps: list[tuple[Tensor, Tensor, Tensor]] = []
     for a, b, c in NEWTON_SCHULZ:
         gram = torch.bmm(x, x.mT)
         factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         steps.append((x, gram, factor))
-        x = torch.baddbmm(x, factor, x, beta=a)
-    return _flat(x, size, hidden), Trail(steps, norm)
+        if len(steps) < len(NEWTON_SCHULZ):
+            x = torch.baddbmm(x, factor, x, beta=a)
+    return Trail(steps, norm)
 
 
 def orthogonal_backward(d_flat: Tensor, flat: Tensor, trail: Trail, size: int, hidden: int) -> Tensor:
-    """Gradient of the direction, float32 and flat, from that of `orthogonal(flat)`."""
+    """Gradient of the direction, float32 and flat, from that of the orthogonalised one."""
     d = _wide(d_flat.to(flat.dtype), size, hidden)
     for (a, b, c), (x, gram, factor) in zip(reversed(NEWTON_SCHULZ), reversed(trail.steps), strict=True):
         d_factor = torch.bmm(d, x.mT)

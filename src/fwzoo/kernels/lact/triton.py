@@ -26,7 +26,7 @@ from ..gpu import Prepared, custom, on_device
 from ..tiling import Tiling
 from . import passes
 from .chunk import in_chunks, read_plainly, waiting_tokens
-from .muon import Orthogonal, orthogonal, orthogonal_backward, split
+from .muon import Orthogonal, orthogonal_backward, retraced, split
 from .products import Products
 from .rules import LactState, Options, Tokens
 
@@ -296,7 +296,9 @@ def _forward(
     sums, last = (x if x is None else _owned(x) for x in (sums, last))
     slots = saved.split(blocks)
     slots[0].copy_(weights[:rows])
-    directions = saved_last.split(blocks) if directed else [k.new_empty(rows, entries)] if muon else None
+    directions: Sequence[Tensor] = ()  # in the products' dtype
+    if directed or muon:
+        directions = saved_last.split(blocks) if directed else [k.new_empty(rows, entries)]
     if directed and last is not None:
         directions[0].copy_(last[:rows])
     room = k.new_empty(4, rows * chunk * hidden)  # of a chunk's units, then of what orthogonalises its direction
@@ -314,7 +316,7 @@ def _forward(
             return Products(own_q, own_o, weights, own_units, hidden)
         return Products(
             own_q, own_o, weights, own_units, hidden, k=own_k, v=own_v, rates=rates, pairs=own_pairs, ones=own_ones, last=last,
-            step=step, directed=directions is not None, kept=kept, full=full, heads=call.heads,
+            step=step, directed=bool(directions), kept=kept, full=full, heads=call.heads,
         )  # fmt: skip
 
     @functools.cache
@@ -333,7 +335,7 @@ def _forward(
             if i >= call.updates:
                 products(n, False)(own_q, own_o, narrow, *at)
                 continue
-            direction = [] if directions is None else [_first(directions[(i + 1) % len(directions)], n)]
+            direction = [_first(x, n) for x in directions[(i + 1) % len(blocks) :][:1]]
             products(n, True)(own_q, own_o, narrow, *at, own_k, own_v, *direction)
             move = orthogonal_of(n)(direction[0]) if muon else last if last is not None else step
             put(n)(*at, move, slots[(i + 1) % len(slots)])
@@ -458,7 +460,7 @@ def _backward(
             take(*at, read, later, written, slots[i + 1], slots[i], *([] if muon else before))
             if direct is not None and directions is not None:
                 direction = directions[i + 1]
-                _, trail = orthogonal(direction, size, hidden)
+                trail = retraced(direction, size, hidden)
                 direct(*at, orthogonal_backward(own_step, direction, trail, size, hidden), *before)
             project(keys[i], values[i], d_keys[i], d_values[i], firsts[i])
     d_weights[:rows] += reads[0]
