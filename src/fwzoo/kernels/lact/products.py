@@ -146,10 +146,10 @@ def _sums_kernel(
             c_ok = c0 + f < chunk
             left = _load(a, f * a_token, i, c_ok, i_ok, EVEN, EVEN_I)
             right = _load(x, f * x_token, j, c_ok, j_ok, EVEN, EVEN_J)
-            if PER_CHANNEL:
-                ok = c_ok[:, None] & j_ok[None, :] & lower
-                rate = tl.load(own_rates + (c0 + f)[:, None] * D + j[None, :], mask=ok, other=1.0)
-                right = (right * rate).to(kind)
+            if PER_CHANNEL:  # then M is D
+                ok = c_ok[:, None] & j_ok[None, :]
+                rate = tl.load(own_rates + (c0 + f)[:, None] * D + j[None, :], mask=ok, other=0.0)
+                right = (right * tl.where(lower, rate, 1.0)).to(right.dtype)
             acc += dot(tl.trans(left), right)
             a += BK * a_token
             x += BK * x_token

@@ -1,11 +1,11 @@
-"""LaCT on a GPU: batched matrix products of the library, one Triton kernel between them, backward by recomputation.
+"""LaCT on a GPU: three launches a chunk, backward by recomputation on batched products of the library.
 
-What tokens read needs only the weights before their chunk, so reading is apart from the chain of updates, and runs over
-several chunks at once. The weights before every chunk are kept for the backward pass, nothing of its inside. A chunk is a few
-large launches on buffers that all chunks share: the GPU works longer on them than Python takes to launch them.
+What tokens read needs only the weights before their chunk, so a chunk's read shares its launches with the update (see
+`products.py`). The weights before every chunk are kept for the backward pass, nothing of its inside; there, reads of several
+chunks are one product, and one Triton kernel lies between two of them (see `passes.py`).
 Products are bfloat16 for bfloat16 inputs and float32 otherwise; weights, sums, directions and rates are float32.
 
-R are rows of the batched products: sequences times heads. Flat matrices `[R, 3 M D]` hold W0, W2, W1 (see `passes.py`).
+R are rows of the batched products: sequences times heads. Flat matrices `[R, 3 M D]` hold W0, W2, W1.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from .muon import Orthogonal, orthogonal_backward, retraced, split
 from .products import Products
 from .rules import LactState, Options, Tokens
 
-READ_TOKENS = 1 << 13
-"""Of one read: enough to fill the card; twice as many where a backward pass follows, for fewer launches."""
+READ_TOKENS = 1 << 14
+"""Of the backward pass of one read: enough to fill the card."""
 
 
 def lact_triton(
@@ -153,7 +153,7 @@ class _Call:
 
     Attributes:
         steps: active rows of every chunk number. heads, chunk, size, hidden: H, C, D, M. updates: chunk numbers that can be full.
-        dense: tiles are `[S, R, C, F]`; otherwise `[sum of steps, C, F]`. keep: whether a backward pass follows.
+        dense: tiles are `[S, R, C, F]`; otherwise `[sum of steps, C, F]`.
     """
 
     steps: list[int]
@@ -163,7 +163,6 @@ class _Call:
     hidden: int
     updates: int
     dense: bool
-    keep: bool
 
     @property
     def span(self) -> int:
@@ -182,7 +181,7 @@ class _Call:
 
     @property
     def _some(self) -> int:
-        return min((READ_TOKENS << self.keep) // self.chunk, len(self.steps))
+        return min(READ_TOKENS // self.chunk, len(self.steps))
 
     @property
     def blocks(self) -> list[int]:
@@ -206,29 +205,23 @@ class _Call:
         """W0 over W2, and W1, of every block of flat matrices."""
         return list(zip(*(x.split(blocks) for x in split(flat, self.size, self.hidden)), strict=True))
 
-    def reads(
-        self, start: int, end: int, tiles: Sequence[Any], weights: Sequence[tuple[Tensor, Matrices]]
-    ) -> Iterator[list[Tensor]]:
-        """What is read at once of chunk numbers `start` to `end`: of all `tiles`, then both matrices of all `weights`.
-
-        Args:
-            tiles: as of `readable`. weights: flat matrices, and `matrices` of them; the first is before chunk number `start`.
-        """
+    def reads(self, tiles: Sequence[Any], weights: Sequence[tuple[Tensor, Matrices]]) -> Iterator[list[Tensor]]:
+        """What is read at once: of all `tiles`, as of `readable`, then both matrices of all `weights`, flat ones and `matrices` of them."""
         if not self.by_row:
-            for i in range(start, end):
-                both = (_first(x, self.steps[i]) for _, pieces in weights for x in pieces[i - start])
+            for i, rows in enumerate(self.steps):
+                both = (_first(x, rows) for _, pieces in weights for x in pieces[i])
                 yield [*(x[i] for x in tiles), *both]
             return
-        rows, count = self.steps[0], end - start
+        rows, count = self.steps[0], len(self.steps)
         by_chunk = [flat[: count * rows].unflatten(0, (count, rows)) for flat, _ in weights]
         for row, first in itertools.product(range(rows), range(0, count, self.most)):
-            last = min(first + self.most, count)
-            both = (x for flat in by_chunk for x in split(flat[first:last, row], self.size, self.hidden))
-            yield [*(x[start + first : start + last, row] for x in tiles), *both]
+            here = slice(first, min(first + self.most, count))
+            both = (x for flat in by_chunk for x in split(flat[here, row], self.size, self.hidden))
+            yield [*(x[here, row] for x in tiles), *both]
 
 
 def _call(k: Tensor, steps: list[int], sizes: list[int]) -> _Call:
-    return _Call(steps, sizes[0], k.shape[-2], k.shape[-1], sizes[1], sizes[2], k.ndim == 4, bool(sizes[4]))
+    return _Call(steps, sizes[0], k.shape[-2], k.shape[-1], sizes[1], sizes[2], k.ndim == 4)
 
 
 def _first(x: Tensor, n: int) -> Tensor:
@@ -256,7 +249,7 @@ def _read_all_backward(call: _Call, d_o: Tensor, q: Tensor, d_q: Tensor, saved: 
     both, d_hidden = (q.new_empty(call.most, call.chunk, n * call.hidden) for n in (2, 1))
     reader = functools.cache(lambda n: _reader_backward(_first(both, n), _first(d_hidden, n)))
     weights = [(x, call.matrices(x, blocks)) for x, blocks in ((saved, call.blocks), (d_saved, call.steps))]
-    for own_d_o, *own in call.reads(0, len(call.steps), [call.readable(x) for x in (d_o, q, d_q)], weights):
+    for own_d_o, *own in call.reads([call.readable(x) for x in (d_o, q, d_q)], weights):
         reader(own_d_o.shape[0])(own_d_o, *own)
 
 
