@@ -360,7 +360,7 @@ def _fake_forward(
     flat = torch.empty_like(weights, memory_format=torch.contiguous_format)
     none, blocks, entries = norms.new_empty(0), sum(call.blocks), weights.shape[1]
     return (
-        torch.empty_like(q), flat, none if sums is None else torch.empty_like(flat),
+        torch.empty_like(_by_rows(q)), flat, none if sums is None else torch.empty_like(flat),
         none.clone() if last is None else torch.empty_like(flat),
         k.new_empty(blocks, entries) if keep else k.new_empty(0),
         norms.new_empty(sum(steps[: call.updates]) if keep else 0, norms.shape[1]),
@@ -510,7 +510,7 @@ _read_operator = custom(
     "lact_read",
     _read_forward,
     _read_backward,
-    lambda q, flat, hidden: (torch.empty_like(q),),
+    lambda q, flat, hidden: (torch.empty_like(_by_rows(q)),),
     lambda d_o, q, flat, *_: (torch.empty_like(q), torch.empty_like(flat)),
     outputs=1,
     inputs=range(2),
