@@ -33,7 +33,7 @@ from ..delta import (
     scan_kernel,
     work_dtype,
 )
-from ..gpu import block, key_pointers, launch, of_chunk, on_device, parts, slots_of, value_pointers
+from ..gpu import block, key_pointers, launch, of_chunk, on_device, parts, row_of, slots_of, value_pointers
 from ..ranks import BLOCK, CHUNK, Ranks
 
 
@@ -85,34 +85,50 @@ def _between(upto, upto_low, strength, index, WIDE: tl.constexpr, AFTER: tl.cons
 
 
 @triton.jit
-def _within(upto, upto_low, strength, index, W: tl.constexpr, WIDE: tl.constexpr, AFTER: tl.constexpr, C: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """Decays of a pair from the token that last wrote it until it is read by a later key and by a later token of its block (0 while
-    it is in the window), and to the block's end (1 while it is in the window); of every token, and from the block's start until it."""
-    slot = tl.arange(0, C)
-    near, begin, behind = slot % N, slot // N * N, slot[:, None] - slot[None, :]
-    same = slot[:, None] // N == slot[None, :] // N
-    gone = near + (W - 1) < N
-    _gain, since, until, _total = _gates(strength, upto, upto_low, index, WIDE, C)
-    left = _prefix_at(upto, upto_low, index * C + slot + (W - 1), gone, WIDE)
-    before = _prefix_at(upto, upto_low, index * C + begin - 1, begin > 0, WIDE)
-    last = _prefix_at(upto, upto_low, index * C + begin + N - 1, begin >= 0, WIDE)
-    entering = _masked_exp(same & (behind >= W), until[:, None] - left[None, :])
-    to = since if AFTER else until
-    reading = _masked_exp(same & (behind >= (W - 1 if AFTER else W)), to[:, None] - left[None, :])
+def _block(
+    q, k, head, upto, upto_low, coupling, score, steps, docs, chunk_doc, rows, number, T, NC,
+    H, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, SHIFT: tl.constexpr, W: tl.constexpr, AFTER: tl.constexpr,
+    PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Store, for its run, what the tokens of a block read of its pairs, `[N, N]` each (of those that have left the window, as they
+    left it), and numbers of its slots, `[3, N]`: decay, decay from the block's start, decay of a pair until the block's end.
+
+    Returns: Gram matrix and scores, decays of pairs that have left until they are read by a key and by a query (else 0), numbers.
+    """
+    index, part = number // (C // N), number % (C // N)
+    c, h, base = index // H, index % H, number * N
+    n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
+    place, rank = slots_of(i * (C // N) + part, W, N, N)
+    valid = (place >= W - 1) & (rank < length)
+    row = row_of(rows, start, rank, valid, MASKED) * H + h
+    pairs, paired = key_pointers(k, head, rows, n, start, length, h, rank, H, K, W, SHIFT, MASKED)
+    gram = tl.zeros([N, N], tl.float32)
+    scores = tl.zeros([N, N], tl.float32)
+    for k0 in range(0, K, BK):
+        query = _load_rows(q + row * K, valid, k0, K, BK, WORK)
+        x = _load_rows(pairs, paired, k0, K, BK, WORK)
+        gram = tl.dot(x, tl.trans(x), gram, input_precision=PRECISION)
+        scores = tl.dot(query, tl.trans(x), scores, input_precision=PRECISION)
+    behind, gone = place[:, None] - place[None, :], place + (W - 1) < N
+    since = _prefix_at(upto, upto_low, base + place, place >= 0, WIDE)
+    until = _prefix_at(upto, upto_low, base + place - 1, part * N + place > 0, WIDE)
+    left = _prefix_at(upto, upto_low, base + place + (W - 1), gone, WIDE)
+    before = _prefix_at(upto, upto_low, base + place * 0 - 1, place * 0 + part > 0, WIDE)
+    last = _prefix_at(upto, upto_low, base + place * 0 + (N - 1), place >= 0, WIDE)
+    entering = _masked_exp(behind >= W, until[:, None] - left[None, :])
+    read_from: tl.constexpr = W - 1 if AFTER else W
+    reading = _masked_exp(behind >= read_from, (since if AFTER else until)[:, None] - left[None, :])
+    kept, begun = tl.exp((since - until).to(tl.float32)), tl.exp((until - before).to(tl.float32))
     ending = tl.exp(tl.where(gone, (last - left).to(tl.float32), 0.0))
-    return entering, reading, ending, tl.exp((since - until).to(tl.float32)), tl.exp((until - before).to(tl.float32))
-
-
-@triton.jit
-def _keep(coupling, score, gram, scores, entering, reading, W: tl.constexpr, AFTER: tl.constexpr, C: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """Store what the tokens of a block read of its pairs, `[C, N]` each: of those that have left the window as they left it."""
-    slot = tl.arange(0, C)
-    behind = slot[:, None] - slot[None, :]
-    same = slot[:, None] // N == slot[None, :] // N
-    at = slot[:, None] * N + (slot % N)[None, :]
-    tl.store(coupling + at, tl.where(behind >= W, gram * entering, gram), mask=same)
-    gone = behind >= (W - 1 if AFTER else W)
-    tl.store(score + at, tl.where(gone, scores * reading, scores), mask=same)
+    at = place[:, None] * N + place[None, :]
+    tl.debug_barrier()  # the block before is read no more
+    tl.store(coupling + at, tl.where(behind >= W, gram * entering, gram))
+    tl.store(score + at, tl.where(behind >= read_from, scores * reading, scores))
+    tl.store(steps + place, kept)
+    tl.store(steps + N + place, begun)
+    tl.store(steps + 2 * N + place, ending)
+    tl.debug_barrier()
+    return gram, scores, entering, reading, kept, begun, ending
 
 
 @triton.jit
@@ -169,75 +185,76 @@ def _older(square, s: tl.constexpr, e, weighted, own, entered, kept, W: tl.const
 
 
 @triton.jit(do_not_specialize=[*FIXED, "total"])
-def response_kernel(
-    q, k, head, strength, upto, upto_low, scratch, responses, blocks, docs, chunk_doc, rows, total, T, NC,
+def run_kernel(
+    q, k, head, strength, upto, upto_low, scratch, blocks, docs, chunk_doc, rows, total, T, NC,
     H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, N: tl.constexpr,
     SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """responses: `[M * H, 4, C, C]`, write_v, write_S, read_v, read_S. blocks: `[M * H, 2, C, 2 N]`, what every block writes and
-    reads by itself, of its values and (with the sign of a write) of what its keys read as it begins. scratch: `[programs, 8, C, N]`.
-    """
-    coupling = scratch + tl.program_id(0).to(tl.int64) * (8 * C * N)
-    score, steps, found = coupling + C * N, coupling + 2 * C * N, coupling + 4 * C * N
-    slot, lane = tl.arange(0, C), tl.arange(0, 2 * C)
-    near, first = lane % (2 * N), lane // (2 * N) * N
-    column = tl.arange(0, 2 * N)
-    for index in range(tl.program_id(0).to(tl.int64), total, tl.num_programs(0)):
-        gram, scores = _products(
-            q, k, head, docs, chunk_doc, rows, index, T, NC, H, K, C, BK, SHIFT, W, PLAIN, MASKED, WORK, PRECISION
-        )
-        entering, reading, ending, kept, begun = _within(upto, upto_low, strength, index, W, WIDE, AFTER, C, N)
-        tl.debug_barrier()  # the chunk before is read no more
-        _keep(coupling, score, gram, scores, entering, reading, W, AFTER, C, N)
-        tl.store(steps + slot, kept)
-        tl.store(steps + C + slot, begun)
-        to_block, to_token, from_start, to_end = _between(upto, upto_low, strength, index, WIDE, AFTER, C, N)
-        gram, scores = gram * to_block, scores * to_token
-        tl.debug_barrier()
+    """blocks: `[M * H, 2, C, 2 N]`, what every block writes and reads by itself, of its values and (with the sign of a write) of what
+    its keys read as it begins. A thread has a column of its own. scratch: `[programs, 3, N, N]`."""
+    coupling = scratch + tl.program_id(0).to(tl.int64) * (3 * N * N)
+    score, steps = coupling + N * N, coupling + 2 * N * N
+    near = tl.arange(0, 2 * N)
+    for number in range(tl.program_id(0).to(tl.int64), total, tl.num_programs(0)):
+        _block(
+            q, k, head, upto, upto_low, coupling, score, steps, docs, chunk_doc, rows, number, T, NC,
+            H, K, C, BK, N, SHIFT, W, AFTER, PLAIN, MASKED, WORK, WIDE, PRECISION,
+        )  # fmt: skip
+        written = blocks + (number // (C // N) * (2 * C) + number % (C // N) * N) * (2 * N) + near
+        found = written + 2 * C * N
         e, p, own = _empty_window(near, W, N)
         hats = ()
-        into = found + first * (2 * N) + near
         for s in tl.static_range(W - 1 if AFTER else W):
-            tl.store(into + (2 * C * N) + s * (2 * N), tl.zeros([2 * C], tl.float32))
+            tl.store(found + s * (2 * N), tl.zeros([2 * N], WORK))
         for s in tl.static_range(W - 1, N):
-            gain, keeps = tl.load(strength + index * C + first + s), tl.load(steps + first + s)
-            p, weighted = _written(e, p, gain, keeps, W)
+            gain, keep = tl.load(strength + number * N + s), tl.load(steps + s)
+            p, weighted = _written(e, p, gain, keep, W)
             hats = hats + (p[W - 1],)
-            tl.store(into + (s - (W - 1)) * (2 * N), p[W - 1])
+            left = p[W - 1] * tl.load(steps + 2 * N + (s - (W - 1)))
+            tl.store(written + (s - (W - 1)) * (2 * N), left.to(WORK))
             if AFTER or s + 1 < N:
-                reads = _seen(score + first * N, s if AFTER else s + 1, s, p, hats, W, N)
-                tl.store(into + (2 * C * N) + (s if AFTER else s + 1) * (2 * N), reads)
+                reads = _seen(score, s if AFTER else s + 1, s, p, hats, W, N)
+                tl.store(found + (s if AFTER else s + 1) * (2 * N), reads.to(WORK))
             if s + 1 < N:
-                entered = _seen(coupling + first * N, s + 1, s, p, hats, W, N)
-                entered += tl.where(near == N + s + 1, tl.load(steps + C + first + s + 1), 0.0)
+                entered = _seen(coupling, s + 1, s, p, hats, W, N)
+                entered += tl.where(near == N + s + 1, tl.load(steps + N + s + 1), 0.0)
                 own = _own(own, near, s + 1, W)
-                e = _older(coupling + first * N, s, e, weighted, own, entered, keeps, W, N)
+                e = _older(coupling, s, e, weighted, own, entered, keep, W, N)
         for a in tl.static_range(W - 1):
-            tl.store(into + (N - 1 - a) * (2 * N), p[a])
-        tl.debug_barrier()
-        # what the blocks do, side by side; ending is 1 for pairs that are still in the window
-        at = slot[:, None] * (2 * N) + column[None, :]
-        write, read = tl.load(found + at) * ending[:, None], tl.load(found + 2 * C * N + at)
-        kept_at = blocks + index * (4 * C * N) + at
-        tl.store(kept_at, write.to(blocks.dtype.element_ty))
-        tl.store(kept_at + 2 * C * N, read.to(blocks.dtype.element_ty))
-        same = slot[:, None] // N == slot[None, :] // N
-        at = found + slot[:, None] * (2 * N) + (slot % N)[None, :]
-        write_v = tl.load(at, mask=same, other=0.0) * ending[:, None]
-        write_S = tl.load(at + N, mask=same, other=0.0) * ending[:, None]
-        read_v = tl.load(at + 2 * C * N, mask=same, other=0.0)
-        read_S = tl.load(at + 2 * C * N + N, mask=same, other=0.0)
-        solve = _chained(write_S, gram, C, PRECISION)
-        write_v = tl.dot(solve, write_v, input_precision=PRECISION)
-        write_S = tl.dot(solve, write_S, input_precision=PRECISION)
-        scores = tl.dot(read_S, gram, scores, input_precision=PRECISION)
-        read_v = tl.dot(scores, write_v, read_v, input_precision=PRECISION)
-        read_S = tl.dot(scores, write_S, read_S, input_precision=PRECISION)
-        at = responses + index * (4 * C * C) + slot[:, None] * C + slot[None, :]
-        tl.store(at, (write_v * to_end[:, None]).to(responses.dtype.element_ty))
-        tl.store(at + C * C, (write_S * -to_end[:, None] * from_start[None, :]).to(responses.dtype.element_ty))
-        tl.store(at + 2 * C * C, read_v.to(responses.dtype.element_ty))
-        tl.store(at + 3 * C * C, (read_S * -from_start[None, :]).to(responses.dtype.element_ty))
+            tl.store(written + (N - 1 - a) * (2 * N), p[a].to(WORK))
+
+
+@triton.jit(do_not_specialize=FIXED)
+def response_kernel(
+    q, k, head, strength, upto, upto_low, responses, blocks, docs, chunk_doc, rows, T, NC,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, N: tl.constexpr,
+    SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """responses: `[M * H, 4, C, C]`, write_v, write_S, read_v, read_S, from what the blocks do by themselves."""
+    index = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, C)
+    gram, scores = _products(
+        q, k, head, docs, chunk_doc, rows, index, T, NC, H, K, C, BK, SHIFT, W, PLAIN, MASKED, WORK, PRECISION
+    )
+    to_block, to_token, from_start, to_end = _between(upto, upto_low, strength, index, WIDE, AFTER, C, N)
+    gram, scores = gram * to_block, scores * to_token
+    same = slot[:, None] // N == slot[None, :] // N
+    at = blocks + index * (4 * C * N) + slot[:, None] * (2 * N) + (slot % N)[None, :]
+    out = responses + index * (4 * C * C) + slot[:, None] * C + slot[None, :]
+    solve = _chained(tl.load(at + N, mask=same, other=0.0).to(tl.float32), gram, C, PRECISION)
+    read_S = tl.load(at + 2 * C * N + N, mask=same, other=0.0).to(tl.float32)
+    scores = tl.dot(read_S, gram, scores, input_precision=PRECISION)
+    write = tl.load(at, mask=same, other=0.0).to(tl.float32)
+    write = tl.dot(solve, write, input_precision=PRECISION)
+    tl.store(out, (write * to_end[:, None]).to(responses.dtype.element_ty))
+    read_v = tl.load(at + 2 * C * N, mask=same, other=0.0).to(tl.float32)
+    read_v = tl.dot(scores, write, read_v, input_precision=PRECISION)
+    tl.store(out + 2 * C * C, read_v.to(responses.dtype.element_ty))
+    write = tl.load(at + N, mask=same, other=0.0).to(tl.float32)
+    write = tl.dot(solve, write, input_precision=PRECISION)
+    read_S = tl.dot(scores, write, read_S, input_precision=PRECISION)
+    tl.store(out + C * C, (write * -to_end[:, None] * from_start[None, :]).to(responses.dtype.element_ty))
+    tl.store(out + 3 * C * C, (read_S * -from_start[None, :]).to(responses.dtype.element_ty))
 
 
 @triton.jit
@@ -556,21 +573,21 @@ def _less(rows, others, gain, W: tl.constexpr):
 
 @triton.jit
 def _step_back(
-    d_p, d_R, entries, reads, d_write, d_read, coupling, score, gains, keeps, shown_e, shown_p, shown_R, part_gain, part_kept, lead, near,
-    s: tl.constexpr, back: tl.constexpr, AFTER: tl.constexpr, W: tl.constexpr, C: tl.constexpr, N: tl.constexpr, WORK: tl.constexpr,
+    d_p, d_R, entries, reads, d_write, d_read, coupling, score, gains, steps, shown_e, shown_p, shown_R, part_gain, part_kept, lead, near,
+    s: tl.constexpr, back: tl.constexpr, AFTER: tl.constexpr, W: tl.constexpr, N: tl.constexpr, WORK: tl.constexpr,
 ):  # fmt: skip
     """The token in slot s of every block. entries, reads: gradients of what the key after each later token (and this one) reads as
     it enters, and of what each reads."""
     leaving: tl.constexpr = s - (W - 1)
     late: tl.constexpr = 0 if AFTER else 1
-    gain, keep = tl.load(gains + s), tl.load(keeps + s)
+    gain, keep = tl.load(gains + s), tl.load(steps + s)
     e = _rows_of(shown_e + s * (W * 2 * N), W, N)
     d_out = tl.zeros_like(e[0])
     if s + late < N:
         d_out = tl.load(d_read + (s + late) * (2 * N)).to(tl.float32)
     reads = reads + (d_out,)
     # of the pair that leaves: what is left of it at the block's end, and what later keys and reads see of it
-    done = tl.load(d_write + leaving * (2 * N)).to(tl.float32) * tl.load(keeps + 2 * C + leaving)
+    done = tl.load(d_write + leaving * (2 * N)).to(tl.float32) * tl.load(steps + 2 * N + leaving)
     for j in tl.static_range(back + 1):
         if j > 0:
             done += tl.load(coupling + (N - j) * N + leaving) * entries[j]
@@ -602,125 +619,109 @@ def within_backward_kernel(
 ):  # fmt: skip
     """The run over the tokens of every block again, then back to front: the rest of d_couplings, d_strength and more of d_log_decay.
 
-    scratch: `[programs, 17, C, N]`, history: `[programs, 3, C, W, 2 N]`, of e, p and the gradient of R.
+    scratch: `[programs, 16, N, N]`, history: `[programs, 3, N, W, 2 N]`, of e, p and the gradient of R.
     """
-    coupling = scratch + tl.program_id(0).to(tl.int64) * (17 * C * N)
-    score, steps = coupling + C * N, coupling + 2 * C * N
-    final, lead, part_gain, part_kept = coupling + 4 * C * N, coupling + 6 * C * N, coupling + 8 * C * N, coupling + 10 * C * N
-    near_gram, near_score = coupling + 12 * C * N, coupling + 16 * C * N
-    shown_e = history + tl.program_id(0).to(tl.int64) * (6 * C * N * W)
-    shown_p, shown_R = shown_e + 2 * C * N * W, shown_e + 4 * C * N * W
-    slot, lane, column = tl.arange(0, C), tl.arange(0, 2 * C), tl.arange(0, 2 * N)
-    near, first = lane % (2 * N), lane // (2 * N) * N
-    wide, row = first * (2 * N) + near, first * (W * 2 * N) + near
-    all_rows, each = slot[:, None] * (2 * N) + column[None, :], slot[:, None] * (W * 2 * N) + column[None, :]
-    place = slot % N
-    behind, same = slot[:, None] - slot[None, :], slot[:, None] // N == slot[None, :] // N
-    for index in range(tl.program_id(0).to(tl.int64), total, tl.num_programs(0)):
-        gram, scores = _products(
-            q, k, head, docs, chunk_doc, rows, index, T, NC, H, K, C, BK, SHIFT, W, PLAIN, MASKED, WORK, PRECISION
-        )
-        entering, reading, ending, kept, begun = _within(upto, upto_low, strength, index, W, WIDE, AFTER, C, N)
-        tl.debug_barrier()  # the chunk before is read no more
-        _keep(coupling, score, gram, scores, entering, reading, W, AFTER, C, N)
-        tl.store(steps + slot, kept)
-        tl.store(steps + C + slot, begun)
-        tl.store(steps + 2 * C + slot, ending)
-        tl.debug_barrier()
-        gram, scores = tl.where(same, gram, 0.0), tl.where(same, scores, 0.0)
-        coupling_at, score_at = coupling + first * N, score + first * N
-        gains, keeps = strength + index * C + first, steps + first
+    coupling = scratch + tl.program_id(0).to(tl.int64) * (16 * N * N)
+    score, steps, final, lead = coupling + N * N, coupling + 2 * N * N, coupling + 3 * N * N, coupling + 5 * N * N
+    part_gain, part_kept = coupling + 7 * N * N, coupling + 9 * N * N
+    near_score, near_gram = coupling + 11 * N * N, coupling + 12 * N * N
+    shown_e = history + tl.program_id(0).to(tl.int64) * (6 * N * N * W)
+    shown_p, shown_R = shown_e + 2 * N * N * W, shown_e + 4 * N * N * W
+    place, near = tl.arange(0, N), tl.arange(0, 2 * N)
+    behind, token = place[:, None] - place[None, :], place >= W - 1
+    own_rows = token[:, None] & (near >= 0)[None, :]
+    all_rows, each = place[:, None] * (2 * N) + near[None, :], place[:, None] * (W * 2 * N) + near[None, :]
+    for number in range(tl.program_id(0).to(tl.int64), total, tl.num_programs(0)):
+        gram, scores, entering, reading, kept, begun, ending = _block(
+            q, k, head, upto, upto_low, coupling, score, steps, docs, chunk_doc, rows, number, T, NC,
+            H, K, C, BK, N, SHIFT, W, AFTER, PLAIN, MASKED, WORK, WIDE, PRECISION,
+        )  # fmt: skip
+        index, part = number // (C // N), number % (C // N)
+        d_writes = d_blocks + (index * (2 * C) + part * N) * (2 * N)
+        d_reads = d_writes + 2 * C * N
+        gains, e_at, p_at, R_at = strength + number * N, shown_e + near, shown_p + near, shown_R + near
         e, p, own = _empty_window(near, W, N)
         hats = ()
         for s in tl.static_range(W - 1, N):
-            gain, keep = tl.load(gains + s), tl.load(keeps + s)
-            _store_rows(shown_e + row + s * (W * 2 * N), e, W, N, WORK)
+            gain, keep = tl.load(gains + s), tl.load(steps + s)
+            _store_rows(e_at + s * (W * 2 * N), e, W, N, WORK)
             p, weighted = _written(e, p, gain, keep, W)
-            _store_rows(shown_p + row + s * (W * 2 * N), p, W, N, WORK)
+            _store_rows(p_at + s * (W * 2 * N), p, W, N, WORK)
             hats = hats + (p[W - 1],)
-            tl.store(final + wide + (s - (W - 1)) * (2 * N), p[W - 1])
+            tl.store(final + near + (s - (W - 1)) * (2 * N), p[W - 1])
             if s + 1 < N:
-                entered = _seen(coupling_at, s + 1, s, p, hats, W, N)
-                entered += tl.where(near == N + s + 1, tl.load(keeps + C + s + 1), 0.0)
+                entered = _seen(coupling, s + 1, s, p, hats, W, N)
+                entered += tl.where(near == N + s + 1, tl.load(steps + N + s + 1), 0.0)
                 own = _own(own, near, s + 1, W)
-                e = _older(coupling_at, s, e, weighted, own, entered, keep, W, N)
-        d_write = d_blocks + index * (4 * C * N) + wide
-        d_read = d_write + 2 * C * N
+                e = _older(coupling, s, e, weighted, own, entered, keep, W, N)
         d_p, d_R, entries, reads = (), (), (), ()
         for a in tl.static_range(W):
             d_R = d_R + (tl.zeros_like(e[0]),)
-            tl.store(lead + wide + a * (2 * N), d_R[0])
+            tl.store(lead + near + a * (2 * N), d_R[0])
             if a < W - 1:
-                tl.store(final + wide + (N - 1 - a) * (2 * N), d_R[0])
-                d_p = d_p + (tl.load(d_write + (N - 1 - a) * (2 * N)).to(tl.float32),)
+                tl.store(final + near + (N - 1 - a) * (2 * N), d_R[0])
+                d_p = d_p + (tl.load(d_writes + near + (N - 1 - a) * (2 * N)).to(tl.float32),)
         d_p = d_p + (tl.zeros_like(e[0]),)
         tl.debug_barrier()
         for back in tl.static_range(N - W + 1):
             entries = entries + (d_R[0],)
             d_p, d_R, reads = _step_back(
-                d_p, d_R, entries, reads, d_write, d_read, coupling_at, score_at, gains, keeps, shown_e + row, shown_p + row,
-                shown_R + row, part_gain + wide, part_kept + wide, lead + wide, near, N - 1 - back, back, AFTER, W, C, N, WORK,
+                d_p, d_R, entries, reads, d_writes + near, d_reads + near, coupling, score, gains, steps, e_at, p_at, R_at,
+                part_gain + near, part_kept + near, lead + near, near, N - 1 - back, back, AFTER, W, N, WORK,
             )  # fmt: skip
         tl.debug_barrier()
-        token = place >= W - 1
-        own_rows = token[:, None] & (column >= 0)[None, :]
         d_gain = tl.sum(tl.load(part_gain + all_rows, mask=own_rows, other=0.0), 1)
-        tl.store(d_strength + index * C + slot, d_gain)
+        tl.store(d_strength + number * N + place, d_gain)
         d_step = tl.sum(tl.load(part_kept + all_rows, mask=own_rows, other=0.0), 1) * kept
         # within the window
-        shown_at = all_rows + (0 if AFTER else 1) * (2 * N)
-        reader = own_rows & (place + (0 if AFTER else 1) < N)[:, None]
-        d_reads = d_blocks + index * (4 * C * N) + 2 * C * N
-        d_out = tl.load(d_reads + shown_at, mask=reader, other=0.0).to(tl.float32)
+        late: tl.constexpr = 0 if AFTER else 1
+        d_out = tl.load(d_reads + all_rows + late * (2 * N), mask=own_rows & (place + late < N)[:, None], other=0.0)
         d_first = tl.load(shown_R + each, mask=own_rows, other=0.0).to(tl.float32)
-        gain = tl.load(strength + index * C + slot)
-        near_at = near_gram + slot * (W * W)
+        gain = tl.load(gains + place)
         for b in tl.static_range(W - 1):
-            ours = tl.load(shown_p + each + b * (2 * N), mask=own_rows, other=0.0)
-            ours = ours.to(tl.float32)
-            tl.store(near_at + b, tl.sum(d_first * ours, 1))
-            tl.store(near_score + slot * W + b, tl.sum(d_out * ours, 1))
+            ours = tl.load(shown_p + each + b * (2 * N), mask=own_rows, other=0.0).to(tl.float32)
+            tl.store(near_gram + place * (W * W) + b, tl.sum(d_first * ours, 1))
+            tl.store(near_score + place * W + b, tl.sum(d_out.to(tl.float32) * ours, 1))
         for b in tl.static_range(W):
-            ours = tl.load(shown_e + each + b * (2 * N), mask=own_rows, other=0.0)
-            ours = ours.to(tl.float32) * gain[:, None]
+            ours = tl.load(shown_e + each + b * (2 * N), mask=own_rows, other=0.0).to(tl.float32) * gain[:, None]
             for a in tl.static_range(1, W):
-                theirs = tl.load(shown_R + each + a * (2 * N), mask=own_rows, other=0.0)
-                tl.store(near_at + a * W + b, tl.sum(theirs.to(tl.float32) * ours, 1))
+                theirs = tl.load(shown_R + each + a * (2 * N), mask=own_rows, other=0.0).to(tl.float32)
+                tl.store(near_gram + place * (W * W) + a * W + b, tl.sum(theirs * ours, 1))
         # out of the window
         hat, leads = tl.load(final + all_rows), tl.load(lead + all_rows)
-        d_write_all = tl.load(d_blocks + index * (4 * C * N) + all_rows).to(tl.float32)
-        d_read_all = tl.load(d_reads + all_rows).to(tl.float32)
-        d_far = tl.dot(leads, tl.trans(hat), input_precision=PRECISION) * entering
-        d_far_t = tl.dot(hat, tl.trans(leads), input_precision=PRECISION)
-        d_score = tl.dot(d_read_all, tl.trans(hat), input_precision=PRECISION) * reading
-        spans = tl.dot(tl.where(behind < 0, 1.0, 0.0), d_far * gram, input_precision=PRECISION)
+        d_write, d_read = tl.load(d_writes + all_rows).to(tl.float32), tl.load(d_reads + all_rows).to(tl.float32)
+        d_gram = tl.dot(leads, tl.trans(hat), input_precision=PRECISION) * entering
+        d_score = tl.dot(d_read, tl.trans(hat), input_precision=PRECISION) * reading
+        spans = tl.dot(tl.where(behind < 0, 1.0, 0.0), d_gram * gram, input_precision=PRECISION)
         crossed = behind <= 0 if AFTER else behind < 0
         spans = tl.dot(tl.where(crossed, 1.0, 0.0), d_score * scores, spans, input_precision=PRECISION)
-        d_ending = tl.where(place + (W - 1) < N, tl.sum(d_write_all * hat, 1) * ending, 0.0)
-        d_step += tl.sum(tl.where(same & (behind >= W), spans + d_ending[None, :], 0.0), 1)
-        fresh = tl.sum(tl.where(column[None, :] == N + place[:, None], leads, 0.0), 1) * begun
-        d_step += tl.sum(tl.where(same & (behind < 0), fresh[None, :], 0.0), 1)
-        d_step += tl.load(d_log_decay + index * C + slot)
-        tl.store(d_log_decay + index * C + slot, tl.where(token, d_step, 0.0))
-        d_gram = d_far + tl.where(same & (behind <= -W), d_far_t * tl.trans(entering), 0.0)
+        d_ending = tl.where(place + (W - 1) < N, tl.sum(d_write * hat, 1) * ending, 0.0)
+        d_step += tl.sum(tl.where(behind >= W, spans + d_ending[None, :], 0.0), 1)
+        fresh = tl.sum(tl.where(near[None, :] == N + place[:, None], leads, 0.0), 1) * begun
+        d_step += tl.sum(tl.where(behind < 0, fresh[None, :], 0.0), 1)
+        d_step += tl.load(d_log_decay + number * N + place)
+        tl.store(d_log_decay + number * N + place, tl.where(token, d_step, 0.0))
         tl.debug_barrier()
         for apart in tl.static_range(W):
-            both = tl.zeros([C], tl.float32)
+            both = tl.zeros([N], tl.float32)
             for a in tl.static_range(W):
                 for b in tl.static_range(W):
-                    # slots s + 1 - a and s - b; the older one is `slot`
+                    # slots s + 1 - a and s - b; the older one is `place`
                     if (b + 1 - a == apart or a - b - 1 == apart) and (a > 0 or b < W - 1):
-                        s = slot + max(a - 1, b)
-                        inside = (place + max(a - 1, b) < N) & (place + max(a - 1, b) >= W - 1)
-                        both += tl.load(near_gram + s * (W * W) + a * W + b, mask=inside, other=0.0)
-            d_gram += tl.where(behind == apart, both[None, :], 0.0) + tl.where(behind == -apart, both[:, None], 0.0)
+                        s = place + max(a - 1, b)
+                        both += tl.load(near_gram + s * (W * W) + a * W + b, mask=(s < N) & (s >= W - 1), other=0.0)
+            d_gram += tl.where(behind == apart, both[None, :], 0.0)
         for a in tl.static_range(W - 1):
-            inside = (place + a < N) & (place + a >= W - 1)
-            found = tl.load(near_score + (slot + a) * W + a, mask=inside, other=0.0)
+            s = place + a
+            found = tl.load(near_score + s * W + a, mask=(s < N) & (s >= W - 1), other=0.0)
             d_score += tl.where(behind == (a if AFTER else a + 1), found[None, :], 0.0)
-        at = d_couplings + index * (2 * C * C) + slot[:, None] * C + slot[None, :]
-        tl.store(at, d_gram.to(d_couplings.dtype.element_ty), mask=same)
-        tl.store(at + C * C, d_score.to(d_couplings.dtype.element_ty), mask=same)
+        # both orders of a pair
+        at = d_couplings + index * (2 * C * C) + part * (N * C + N) + place[:, None] * C + place[None, :]
+        d_gram = tl.where(behind == 0, 2.0 * d_gram, d_gram).to(WORK)
+        tl.store(at, d_gram, mask=behind >= 0)
+        across = d_couplings + index * (2 * C * C) + part * (N * C + N) + place[None, :] * C + place[:, None]
+        tl.store(across, d_gram, mask=behind > 0)
+        tl.store(at + C * C, d_score.to(WORK))
 
 
 @triton.jit(do_not_specialize=FIXED)
@@ -813,6 +814,13 @@ def carry_kernel(
 PROGRAMS = 264  # two for each multiprocessor of an H200; each goes over many chunks with the same scratch
 
 
+RUNS = 1056  # eight; of one warp
+
+
+def blocks_of(tiles: int) -> int:
+    return tiles * (CHUNK // BLOCK)
+
+
 def blocks_like(q: Tensor, chunks: int) -> Tensor:
     """An empty tensor for what `response_kernel` finds of blocks."""
     return q.new_empty(chunks * q.shape[2], 2, CHUNK, 2 * BLOCK, dtype=work_dtype(q))
@@ -838,8 +846,8 @@ def window_forward(
     V, C, (responses, residual_t, borders_t) = v.shape[3], CHUNK, kept_like(q, v, ranks.chunks, (4,))
     blocks = blocks_like(q, ranks.chunks)
     from_S = q.new_empty(M, C, q.shape[3], dtype=responses.dtype)
-    programs = min(PROGRAMS, M)
-    scratch = q.new_empty(programs, 8, C, BLOCK, dtype=torch.float32)
+    programs = min(RUNS, blocks_of(M))
+    scratch = q.new_empty(programs, 3, BLOCK, BLOCK, dtype=torch.float32)
     o, S_out = (torch.empty_like if ranks.rows is None else torch.zeros_like)(v), torch.empty_like(S)
     given = {
         "q": q,
@@ -851,12 +859,14 @@ def window_forward(
         "o": o,
         "scratch": scratch,
         "blocks": blocks,
-        "total": M,
+        "total": blocks_of(M),
     }
     given |= {"strength": strength, "upto": upto, "upto_low": upto_low, "responses": responses, "from_S": from_S}
     given |= {"from_v_t": residual_t, "residual_t": residual_t, "borders_t": borders_t, "S_in": S, "S_out": S_out}
     with on_device(q):
-        launch(response_kernel, (programs,), **given, N=BLOCK, **_settings("response", q, v, ranks, form))
+        settings = {"N": BLOCK, **_settings("response", q, v, ranks, form)}
+        launch(run_kernel, (programs,), **given, **{**settings, "num_warps": 1})
+        launch(response_kernel, (M,), **given, **settings)
         launch(apply_kernel, (M,), **given, **_settings("apply", q, v, ranks, form))
         settings = _settings("scan", q, v, ranks, form)
         launch(scan_kernel, (parts(V, settings["BV"]), ranks.documents * heads), **given, **settings)
@@ -910,7 +920,7 @@ def window_backward(
     }
     given |= {"d_residual_t": d_residual_t, "d_borders_t": d_borders_t}
     passed = {"to_r": to_r, "from_o_t": d_residual_t, "d_o_t": d_o_t}
-    d_S, programs = torch.empty_like(d_S_out), min(PROGRAMS, M)
+    d_S, programs, runs = torch.empty_like(d_S_out), min(PROGRAMS, M), min(RUNS, blocks_of(M))
     with on_device(q):
         launch(window_transposed_kernel, (M,), **given, **passed, **_settings("apply", q, v, ranks, form))
         settings = _settings("scan_backward", q, v, ranks, form)
@@ -933,9 +943,10 @@ def window_backward(
         scratch = q.new_empty(programs, 5, C, C, dtype=torch.float32)
         launch(between_backward_kernel, (programs,), **given, scratch=scratch, total=M, **settings)
         del given["d_responses"], d_responses
-        scratch = q.new_empty(programs, 17, C, BLOCK, dtype=torch.float32)
-        history = q.new_empty(programs, 3, C, form.window, 2 * BLOCK, dtype=work)
-        launch(within_backward_kernel, (programs,), **given, scratch=scratch, history=history, total=M, **settings)
+        scratch = q.new_empty(runs, 16, BLOCK, BLOCK, dtype=torch.float32)
+        history = q.new_empty(runs, 3, BLOCK, form.window, 2 * BLOCK, dtype=work)
+        settings |= {"total": blocks_of(M), "num_warps": 1}
+        launch(within_backward_kernel, (runs,), **given, scratch=scratch, history=history, **settings)
         del scratch, history, given["d_blocks"]
         d_q = (torch.empty_like if ranks.rows is None else torch.zeros_like)(q)
         d_k, d_head_x, carry_k = torch.zeros_like(k), torch.zeros_like(head_x), q.new_empty(M, shared, K)
