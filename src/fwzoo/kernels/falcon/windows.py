@@ -86,12 +86,13 @@ def _between(upto, upto_low, strength, index, WIDE: tl.constexpr, AFTER: tl.cons
 
 @triton.jit
 def _block(
-    q, k, head, upto, upto_low, coupling, score, steps, docs, chunk_doc, rows, number, T, NC,
+    q, k, head, upto, upto_low, coupling, score, steps, final, others, docs, chunk_doc, rows, number, T, NC,
     H, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, SHIFT: tl.constexpr, W: tl.constexpr, AFTER: tl.constexpr,
     PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store, for its run, what the tokens of a block read of its pairs, `[N, N]` each (of those that have left the window, as they
     left it), and numbers of its slots, `[3, N]`: decay, decay from the block's start, decay of a pair until the block's end.
+    final, others `[N, 2 N]`: set to 0.
 
     Returns: Gram matrix and scores, decays of pairs that have left until they are read by a key and by a query (else 0), numbers.
     """
@@ -127,6 +128,9 @@ def _block(
     tl.store(steps + place, kept)
     tl.store(steps + N + place, begun)
     tl.store(steps + 2 * N + place, ending)
+    wide = place[:, None] * (2 * N) + tl.arange(0, 2 * N)[None, :]
+    tl.store(final + wide, tl.zeros([N, 2 * N], tl.float32))
+    tl.store(others + wide, tl.zeros([N, 2 * N], tl.float32))
     tl.debug_barrier()
     return gram, scores, entering, reading, kept, begun, ending
 
@@ -142,44 +146,29 @@ def _written(e, p, gain, kept, W: tl.constexpr):
 
 
 @triton.jit
-def _own(own, near, s: tl.constexpr, W: tl.constexpr):
-    """1 in the column of each value in the window of slot s, given those of the slot before."""
-    new = (tl.where(near == s, 1.0, 0.0),)
-    for a in tl.static_range(1, W):
-        new = new + (own[a - 1],)
-    return new
-
-
-@triton.jit
 def _empty_window(near, W: tl.constexpr, N: tl.constexpr):
-    """e, p and own of a block's first token."""
-    e, p, own = (), (), ()
+    """e and p of a block's first token."""
+    e, p = (), ()
     for a in tl.static_range(W):
-        own = own + (tl.where(near == W - 1 - a, 1.0, 0.0),)
-        e = e + (own[a] - tl.where(near == N + W - 1 - a, 1.0, 0.0),)
-        p = p + (tl.zeros_like(own[a]),)
-    return e, p, own
+        e = e + (tl.where(near == W - 1 - a, 1.0, 0.0) - tl.where(near == N + W - 1 - a, 1.0, 0.0),)
+        p = p + (tl.zeros_like(e[a]),)
+    return e, p
 
 
 @triton.jit
-def _seen(square, s: tl.constexpr, newest: tl.constexpr, p, hats, W: tl.constexpr, N: tl.constexpr):
-    """What row s of a matrix of `_keep` reads after the token in slot `newest` has written."""
-    found = tl.zeros_like(p[0])
-    for j in tl.static_range(newest - (W - 1) + 1):
-        found += tl.load(square + s * N + j) * hats[j]
+def _older(coupling, final, steps, near, s, e, p, weighted, kept, W: tl.constexpr, N: tl.constexpr):
+    """e of the token after the one in slot s. What its key reads of pairs that have left is read from `final`, where others are finite."""
+    row = coupling + (s + 1) * N
+    entered = tl.where(near == N + s + 1, tl.load(steps + N + s + 1), 0.0)
+    for j in tl.static_range(N - W):
+        entered += tl.where(j <= s + 1 - W, tl.load(row + j), 0.0) * tl.load(final + j * (2 * N) + near)
     for a in tl.static_range(W - 1):
-        found += tl.load(square + s * N + (newest - a)) * p[a]
-    return found
-
-
-@triton.jit
-def _older(square, s: tl.constexpr, e, weighted, own, entered, kept, W: tl.constexpr, N: tl.constexpr):
-    """e of the next token, whose key reads `entered`: of a key that stays, e = own - R and R is decayed and written to."""
-    new = (own[0] - entered,)
-    for a in tl.static_range(1, W):
-        moved = kept * e[a - 1] + (1.0 - kept) * own[a]
+        entered += tl.load(row + s - a) * p[a]
+    new = (tl.where(near == s + 1, 1.0, 0.0) - entered,)
+    for a in tl.static_range(1, W):  # of a key that stays, e = value - R, and R is decayed and written to
+        moved = kept * e[a - 1] + tl.where(near == s + 1 - a, 1.0 - kept, 0.0)
         for b in tl.static_range(W):
-            moved -= tl.load(square + (s - min(a - 1, b)) * N + (s - max(a - 1, b))) * weighted[b]
+            moved -= tl.load(coupling + (s - min(a - 1, b)) * N + (s - max(a - 1, b))) * weighted[b]
         new = new + (moved,)
     return new
 
@@ -191,37 +180,37 @@ def run_kernel(
     SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """blocks: `[M * H, 2, C, 2 N]`, what every block writes and reads by itself, of its values and (with the sign of a write) of what
-    its keys read as it begins. A thread has a column of its own. scratch: `[programs, 3, N, N]`."""
-    coupling = scratch + tl.program_id(0).to(tl.int64) * (3 * N * N)
-    score, steps = coupling + N * N, coupling + 2 * N * N
-    near = tl.arange(0, 2 * N)
+    its keys read as it begins. A thread has a column of its own. scratch: `[programs, 7, N, N]`."""
+    coupling = scratch + tl.program_id(0).to(tl.int64) * (7 * N * N)
+    score, steps, final, reads = coupling + N * N, coupling + 2 * N * N, coupling + 3 * N * N, coupling + 5 * N * N
+    place, near = tl.arange(0, N), tl.arange(0, 2 * N)
+    late: tl.constexpr = 0 if AFTER else 1
+    at = place[:, None] * (2 * N) + near[None, :]
+    square, behind = place[:, None] * N + place[None, :], place[:, None] - place[None, :]
     for number in range(tl.program_id(0).to(tl.int64), total, tl.num_programs(0)):
         _block(
-            q, k, head, upto, upto_low, coupling, score, steps, docs, chunk_doc, rows, number, T, NC,
+            q, k, head, upto, upto_low, coupling, score, steps, final, reads, docs, chunk_doc, rows, number, T, NC,
             H, K, C, BK, N, SHIFT, W, AFTER, PLAIN, MASKED, WORK, WIDE, PRECISION,
         )  # fmt: skip
-        written = blocks + (number // (C // N) * (2 * C) + number % (C // N) * N) * (2 * N) + near
-        found = written + 2 * C * N
-        e, p, own = _empty_window(near, W, N)
-        hats = ()
-        for s in tl.static_range(W - 1 if AFTER else W):
-            tl.store(found + s * (2 * N), tl.zeros([2 * N], WORK))
-        for s in tl.static_range(W - 1, N):
+        e, p = _empty_window(near, W, N)
+        for s in range(W - 1, N):
             gain, keep = tl.load(strength + number * N + s), tl.load(steps + s)
             p, weighted = _written(e, p, gain, keep, W)
-            hats = hats + (p[W - 1],)
-            left = p[W - 1] * tl.load(steps + 2 * N + (s - (W - 1)))
-            tl.store(written + (s - (W - 1)) * (2 * N), left.to(WORK))
-            if AFTER or s + 1 < N:
-                reads = _seen(score, s if AFTER else s + 1, s, p, hats, W, N)
-                tl.store(found + (s if AFTER else s + 1) * (2 * N), reads.to(WORK))
-            if s + 1 < N:
-                entered = _seen(coupling, s + 1, s, p, hats, W, N)
-                entered += tl.where(near == N + s + 1, tl.load(steps + N + s + 1), 0.0)
-                own = _own(own, near, s + 1, W)
-                e = _older(coupling, s, e, weighted, own, entered, keep, W, N)
+            tl.store(final + (s - (W - 1)) * (2 * N) + near, p[W - 1])
+            read = tl.zeros_like(p[0])
+            for a in tl.static_range(W - 1):
+                read += tl.load(score + (s + late) * N + s - a) * p[a]
+            tl.store(reads + (s + late) * (2 * N) + near, read, mask=near * 0 + s + late < N)
+            e = _older(coupling, final, steps, near, s, e, p, weighted, keep, W, N)
         for a in tl.static_range(W - 1):
-            tl.store(written + (N - 1 - a) * (2 * N), p[a].to(WORK))
+            tl.store(final + (N - 1 - a) * (2 * N) + near, p[a])
+        tl.debug_barrier()
+        hats = tl.load(final + at)
+        gone = tl.where(behind >= (W - 1 if AFTER else W), tl.load(score + square), 0.0)
+        read = tl.dot(gone, hats, tl.load(reads + at), input_precision=PRECISION)
+        out = blocks + (number // (C // N) * (2 * C) + number % (C // N) * N) * (2 * N) + at
+        tl.store(out, (hats * tl.load(steps + 2 * N + place)[:, None]).to(WORK))
+        tl.store(out + 2 * C * N, read.to(WORK))
 
 
 @triton.jit(do_not_specialize=FIXED)
@@ -529,21 +518,17 @@ def _store_rows(at, x, W: tl.constexpr, N: tl.constexpr, WORK: tl.constexpr):
 
 
 @triton.jit
-def _through_write(d_p, entered, done, d_out, coupling, score, s: tl.constexpr, shown: tl.constexpr, W: tl.constexpr, N: tl.constexpr):  # fmt: skip
+def _through_write(d_p, entered, done, d_out, coupling, score, s, late: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
     """Gradient of p with what the next key, the reads, and all later keys (done, of the pair that leaves) see of it."""
     new = ()
     for a in tl.static_range(W - 1):
-        found = d_p[a]
-        if s + 1 < N:
-            found += tl.load(coupling + (s + 1) * N + (s - a)) * entered
-        if shown < N:
-            found += tl.load(score + shown * N + (s - a)) * d_out
-        new = new + (found,)
+        found = d_p[a] + tl.load(coupling + (s + 1) * N + s - a) * entered
+        new = new + (found + tl.load(score + (s + late) * N + s - a) * d_out,)
     return new + (d_p[W - 1] + done,)
 
 
 @triton.jit
-def _through_residuals(d_p, d_R, coupling, s: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
+def _through_residuals(d_p, d_R, coupling, s, W: tl.constexpr, N: tl.constexpr):
     """Gradient of e, over the gain."""
     new = ()
     for b in tl.static_range(W):
@@ -571,45 +556,6 @@ def _less(rows, others, gain, W: tl.constexpr):
     return new
 
 
-@triton.jit
-def _step_back(
-    d_p, d_R, entries, reads, d_write, d_read, coupling, score, gains, steps, shown_e, shown_p, shown_R, part_gain, part_kept, lead, near,
-    s: tl.constexpr, back: tl.constexpr, AFTER: tl.constexpr, W: tl.constexpr, N: tl.constexpr, WORK: tl.constexpr,
-):  # fmt: skip
-    """The token in slot s of every block. entries, reads: gradients of what the key after each later token (and this one) reads as
-    it enters, and of what each reads."""
-    leaving: tl.constexpr = s - (W - 1)
-    late: tl.constexpr = 0 if AFTER else 1
-    gain, keep = tl.load(gains + s), tl.load(steps + s)
-    e = _rows_of(shown_e + s * (W * 2 * N), W, N)
-    d_out = tl.zeros_like(e[0])
-    if s + late < N:
-        d_out = tl.load(d_read + (s + late) * (2 * N)).to(tl.float32)
-    reads = reads + (d_out,)
-    # of the pair that leaves: what is left of it at the block's end, and what later keys and reads see of it
-    done = tl.load(d_write + leaving * (2 * N)).to(tl.float32) * tl.load(steps + 2 * N + leaving)
-    for j in tl.static_range(back + 1):
-        if j > 0:
-            done += tl.load(coupling + (N - j) * N + leaving) * entries[j]
-        if j >= late:
-            done += tl.load(score + (N - 1 - j + late) * N + leaving) * reads[j]
-    tl.store(shown_R + s * (W * 2 * N), d_R[0].to(WORK))
-    d_p = _through_write(d_p, d_R[0], done, d_out, coupling, score, s, s + late, W, N)
-    d_e = _through_residuals(d_p, d_R, coupling, s, W, N)
-    to_gain, to_kept = d_e[0] * e[0], tl.zeros_like(e[0])
-    for a in tl.static_range(1, W):
-        tl.store(shown_R + s * (W * 2 * N) + a * (2 * N), d_R[a].to(WORK))
-        to_gain += d_e[a] * e[a]
-        to_kept += d_R[a] * (tl.where(near == s - (a - 1), 1.0, 0.0) - e[a - 1])
-        if s > W - 1:
-            to_kept += d_p[a] * tl.load(shown_p + (s - 1) * (W * 2 * N) + (a - 1) * (2 * N)).to(tl.float32)
-    tl.store(part_gain + s * (2 * N), to_gain)
-    tl.store(part_kept + s * (2 * N), to_kept)
-    if s + 1 < N:
-        tl.store(lead + (s + 1) * (2 * N), d_R[0])
-    return _younger(d_p, keep, W), _less(_younger(d_R, keep, W), d_e, gain, W), reads
-
-
 @triton.jit(do_not_specialize=[*FIXED, "total"])
 def within_backward_kernel(
     q, k, head, strength, upto, upto_low, scratch, history, d_blocks, d_couplings, d_strength, d_log_decay,
@@ -619,62 +565,75 @@ def within_backward_kernel(
 ):  # fmt: skip
     """The run over the tokens of every block again, then back to front: the rest of d_couplings, d_strength and more of d_log_decay.
 
-    scratch: `[programs, 16, N, N]`, history: `[programs, 3, N, W, 2 N]`, of e, p and the gradient of R.
+    scratch: `[programs, 18, N, N]`, history: `[programs, 3, N, W, 2 N]`, of e, p and the gradient of R.
     """
-    coupling = scratch + tl.program_id(0).to(tl.int64) * (16 * N * N)
+    coupling = scratch + tl.program_id(0).to(tl.int64) * (18 * N * N)
     score, steps, final, lead = coupling + N * N, coupling + 2 * N * N, coupling + 3 * N * N, coupling + 5 * N * N
     part_gain, part_kept = coupling + 7 * N * N, coupling + 9 * N * N
-    near_score, near_gram = coupling + 11 * N * N, coupling + 12 * N * N
+    d_hats, near_score, near_gram = coupling + 11 * N * N, coupling + 13 * N * N, coupling + 14 * N * N
     shown_e = history + tl.program_id(0).to(tl.int64) * (6 * N * N * W)
     shown_p, shown_R = shown_e + 2 * N * N * W, shown_e + 4 * N * N * W
+    late: tl.constexpr = 0 if AFTER else 1
     place, near = tl.arange(0, N), tl.arange(0, 2 * N)
     behind, token = place[:, None] - place[None, :], place >= W - 1
     own_rows = token[:, None] & (near >= 0)[None, :]
     all_rows, each = place[:, None] * (2 * N) + near[None, :], place[:, None] * (W * 2 * N) + near[None, :]
     for number in range(tl.program_id(0).to(tl.int64), total, tl.num_programs(0)):
         gram, scores, entering, reading, kept, begun, ending = _block(
-            q, k, head, upto, upto_low, coupling, score, steps, docs, chunk_doc, rows, number, T, NC,
+            q, k, head, upto, upto_low, coupling, score, steps, final, lead, docs, chunk_doc, rows, number, T, NC,
             H, K, C, BK, N, SHIFT, W, AFTER, PLAIN, MASKED, WORK, WIDE, PRECISION,
         )  # fmt: skip
         index, part = number // (C // N), number % (C // N)
         d_writes = d_blocks + (index * (2 * C) + part * N) * (2 * N)
         d_reads = d_writes + 2 * C * N
         gains, e_at, p_at, R_at = strength + number * N, shown_e + near, shown_p + near, shown_R + near
-        e, p, own = _empty_window(near, W, N)
-        hats = ()
-        for s in tl.static_range(W - 1, N):
+        # of pairs as they leave the window: what is left of them at the end, and what later tokens read of them
+        d_write, d_read = tl.load(d_writes + all_rows).to(tl.float32), tl.load(d_reads + all_rows).to(tl.float32)
+        gone = tl.where(behind <= -(W - 1 + late), tl.load(score + place[None, :] * N + place[:, None]), 0.0)
+        tl.store(d_hats + all_rows, tl.dot(gone, d_read, d_write * ending[:, None], input_precision=PRECISION))
+        e, p = _empty_window(near, W, N)
+        for s in range(W - 1, N):
             gain, keep = tl.load(gains + s), tl.load(steps + s)
             _store_rows(e_at + s * (W * 2 * N), e, W, N, WORK)
             p, weighted = _written(e, p, gain, keep, W)
             _store_rows(p_at + s * (W * 2 * N), p, W, N, WORK)
-            hats = hats + (p[W - 1],)
-            tl.store(final + near + (s - (W - 1)) * (2 * N), p[W - 1])
-            if s + 1 < N:
-                entered = _seen(coupling, s + 1, s, p, hats, W, N)
-                entered += tl.where(near == N + s + 1, tl.load(steps + N + s + 1), 0.0)
-                own = _own(own, near, s + 1, W)
-                e = _older(coupling, s, e, weighted, own, entered, keep, W, N)
-        d_p, d_R, entries, reads = (), (), (), ()
-        for a in tl.static_range(W):
+            tl.store(final + (s - (W - 1)) * (2 * N) + near, p[W - 1])
+            e = _older(coupling, final, steps, near, s, e, p, weighted, keep, W, N)
+        d_p, d_R = (), ()
+        for a in tl.static_range(W - 1):
             d_R = d_R + (tl.zeros_like(e[0]),)
-            tl.store(lead + near + a * (2 * N), d_R[0])
-            if a < W - 1:
-                tl.store(final + near + (N - 1 - a) * (2 * N), d_R[0])
-                d_p = d_p + (tl.load(d_writes + near + (N - 1 - a) * (2 * N)).to(tl.float32),)
-        d_p = d_p + (tl.zeros_like(e[0]),)
+            d_p = d_p + (tl.load(d_writes + (N - 1 - a) * (2 * N) + near).to(tl.float32),)
+        d_p, d_R = d_p + (tl.zeros_like(e[0]),), d_R + (tl.zeros_like(e[0]),)
         tl.debug_barrier()
-        for back in tl.static_range(N - W + 1):
-            entries = entries + (d_R[0],)
-            d_p, d_R, reads = _step_back(
-                d_p, d_R, entries, reads, d_writes + near, d_reads + near, coupling, score, gains, steps, e_at, p_at, R_at,
-                part_gain + near, part_kept + near, lead + near, near, N - 1 - back, back, AFTER, W, N, WORK,
-            )  # fmt: skip
+        for back in range(0, N - W + 1):
+            s = N - 1 - back
+            gain, keep = tl.load(gains + s), tl.load(steps + s)
+            e = _rows_of(e_at + s * (W * 2 * N), W, N)
+            d_out = tl.load(d_reads + (s + late) * (2 * N) + near, mask=near * 0 + s + late < N, other=0.0)
+            done = tl.load(d_hats + (s - (W - 1)) * (2 * N) + near)
+            for t in tl.static_range(W, N):
+                weight = tl.where(t > s, tl.load(coupling + t * N + s - (W - 1)), 0.0)
+                done += weight * tl.load(lead + t * (2 * N) + near)
+            _store_rows(R_at + s * (W * 2 * N), d_R, W, N, WORK)
+            d_p = _through_write(d_p, d_R[0], done, d_out.to(tl.float32), coupling, score, s, late, W, N)
+            d_e = _through_residuals(d_p, d_R, coupling, s, W, N)
+            to_gain, to_kept = d_e[0] * e[0], tl.zeros_like(e[0])
+            for a in tl.static_range(1, W):
+                to_gain += d_e[a] * e[a]
+                to_kept += d_R[a] * (tl.where(near == s - (a - 1), 1.0, 0.0) - e[a - 1])
+                before = p_at + (s - 1) * (W * 2 * N) + (a - 1) * (2 * N)
+                to_kept += d_p[a] * tl.load(before, mask=near * 0 + s > W - 1, other=0.0).to(tl.float32)
+            tl.store(part_gain + s * (2 * N) + near, to_gain)
+            tl.store(part_kept + s * (2 * N) + near, to_kept)
+            d_R = _less(_younger(d_R, keep, W), d_e, gain, W)
+            d_p = _younger(d_p, keep, W)
+            # d_R[0] is of what this token's key reads, as far as it is later written; its own entry is in R
+            tl.store(lead + s * (2 * N) + near, d_R[0], mask=near * 0 + s > W - 1)
         tl.debug_barrier()
         d_gain = tl.sum(tl.load(part_gain + all_rows, mask=own_rows, other=0.0), 1)
         tl.store(d_strength + number * N + place, d_gain)
         d_step = tl.sum(tl.load(part_kept + all_rows, mask=own_rows, other=0.0), 1) * kept
         # within the window
-        late: tl.constexpr = 0 if AFTER else 1
         d_out = tl.load(d_reads + all_rows + late * (2 * N), mask=own_rows & (place + late < N)[:, None], other=0.0)
         d_first = tl.load(shown_R + each, mask=own_rows, other=0.0).to(tl.float32)
         gain = tl.load(gains + place)
@@ -689,7 +648,6 @@ def within_backward_kernel(
                 tl.store(near_gram + place * (W * W) + a * W + b, tl.sum(theirs * ours, 1))
         # out of the window
         hat, leads = tl.load(final + all_rows), tl.load(lead + all_rows)
-        d_write, d_read = tl.load(d_writes + all_rows).to(tl.float32), tl.load(d_reads + all_rows).to(tl.float32)
         d_gram = tl.dot(leads, tl.trans(hat), input_precision=PRECISION) * entering
         d_score = tl.dot(d_read, tl.trans(hat), input_precision=PRECISION) * reading
         spans = tl.dot(tl.where(behind < 0, 1.0, 0.0), d_gram * gram, input_precision=PRECISION)
@@ -847,7 +805,7 @@ def window_forward(
     blocks = blocks_like(q, ranks.chunks)
     from_S = q.new_empty(M, C, q.shape[3], dtype=responses.dtype)
     programs = min(RUNS, blocks_of(M))
-    scratch = q.new_empty(programs, 3, BLOCK, BLOCK, dtype=torch.float32)
+    scratch = q.new_empty(programs, 7, BLOCK, BLOCK, dtype=torch.float32)
     o, S_out = (torch.empty_like if ranks.rows is None else torch.zeros_like)(v), torch.empty_like(S)
     given = {
         "q": q,
@@ -943,7 +901,7 @@ def window_backward(
         scratch = q.new_empty(programs, 5, C, C, dtype=torch.float32)
         launch(between_backward_kernel, (programs,), **given, scratch=scratch, total=M, **settings)
         del given["d_responses"], d_responses
-        scratch = q.new_empty(runs, 16, BLOCK, BLOCK, dtype=torch.float32)
+        scratch = q.new_empty(runs, 18, BLOCK, BLOCK, dtype=torch.float32)
         history = q.new_empty(runs, 3, BLOCK, form.window, 2 * BLOCK, dtype=work)
         settings |= {"total": blocks_of(M), "num_warps": 1}
         launch(within_backward_kernel, (runs,), **given, scratch=scratch, history=history, **settings)
