@@ -424,9 +424,9 @@ def between_backward_kernel(
 ):  # fmt: skip
     """From the gradients of a chunk's responses those of its blocks', and parts of d_couplings and of the log-decay's.
 
-    scratch: `[programs, 5, C, C]`; transposed matrices are read from there.
+    scratch: `[programs, 6, C, C]`; transposed matrices are read from there.
     """
-    inverse = scratch + tl.program_id(0).to(tl.int64) * (5 * C * C)
+    inverse = scratch + tl.program_id(0).to(tl.int64) * (6 * C * C)
     slot = tl.arange(0, C)
     behind, part = slot[:, None] - slot[None, :], slot // N
     same, earlier = part[:, None] == part[None, :], part[:, None] > part[None, :]
@@ -437,7 +437,7 @@ def between_backward_kernel(
         gram, scores = _products(
             q, k, head, docs, chunk_doc, rows, index, T, NC, H, K, C, BK, SHIFT, W, PLAIN, MASKED, WORK, PRECISION
         )
-        to_block, to_token, from_start, to_end = _between(upto, upto_low, strength, index, WIDE, AFTER, C, N)
+        to_block, to_token, _from_start, _to_end = _between(upto, upto_low, strength, index, WIDE, AFTER, C, N)
         gram, scores = gram * to_block, scores * to_token
         block = blocks + index * (4 * C * N)
         write_v = tl.load(block + small, mask=same, other=0.0).to(tl.float32)
@@ -448,6 +448,7 @@ def between_backward_kernel(
         tl.store(inverse + straight, solve)
         tl.store(inverse + C * C + straight, tl.dot(read_S, gram, scores, input_precision=PRECISION))
         tl.store(inverse + 2 * C * C + straight, gram)
+        tl.store(inverse + 5 * C * C + straight, scores)
         tl.store(inverse + 3 * C * C + straight, tl.dot(solve, write_v, input_precision=PRECISION))
         tl.store(inverse + 4 * C * C + straight, tl.dot(solve, write_S, input_precision=PRECISION))
         tl.debug_barrier()
@@ -456,6 +457,7 @@ def between_backward_kernel(
         d_read_v = tl.load(theirs + 2 * C * C + at).to(tl.float32)
         d_read_S = tl.load(theirs + 2 * C * C + C + at).to(tl.float32)
         d_write_v, d_write_S = tl.load(theirs + at).to(tl.float32), tl.load(theirs + C + at).to(tl.float32)
+        to_block, to_token, from_start, to_end = _between(upto, upto_low, strength, index, WIDE, AFTER, C, N)
         # decays from the chunk's start and to its end
         from_S = d_write_S * tl.load(ours + C * C + straight).to(tl.float32)
         to_S = tl.sum(from_S + d_read_S * tl.load(ours + 3 * C * C + straight).to(tl.float32), 0)
@@ -492,6 +494,7 @@ def between_backward_kernel(
         gram = tl.load(inverse + 2 * C * C + straight)
         spans = tl.dot(tl.where(part[:, None] < part[None, :], 1.0, 0.0), d_gram * gram, input_precision=PRECISION)
         crossed = behind <= 0 if AFTER else behind < 0
+        scores = tl.load(inverse + 5 * C * C + straight)
         spans = tl.dot(tl.where(crossed, 1.0, 0.0), d_through * scores, spans, input_precision=PRECISION)
         d_step += tl.sum(tl.where(earlier, spans, 0.0), 1)
         tl.store(d_log_decay + index * C + slot, d_step)
@@ -898,7 +901,7 @@ def window_backward(
         d_strength, d_log_decay = torch.empty_like(strength), torch.empty_like(upto)
         given |= {"d_strength": d_strength, "d_log_decay": d_log_decay, "d_blocks": torch.empty_like(blocks)}
         settings = {"N": BLOCK, **_settings("response", q, v, ranks, form)}
-        scratch = q.new_empty(programs, 5, C, C, dtype=torch.float32)
+        scratch = q.new_empty(programs, 6, C, C, dtype=torch.float32)
         launch(between_backward_kernel, (programs,), **given, scratch=scratch, total=M, **settings)
         del given["d_responses"], d_responses
         scratch = q.new_empty(runs, 18, BLOCK, BLOCK, dtype=torch.float32)
