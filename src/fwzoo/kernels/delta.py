@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .contract import INTERPRETING
-from .gpu import block, key_pointers, launch, of_chunk, on_device, parts, read, row_of, tables
+from .gpu import block, key_pointers, launch, of_chunk, on_device, parts, read, row_of, slots_of, tables
 from .ranks import CHUNK, Ranks
 
 FIXED = ["T", "NC", "H"]  # no recompilation for another length or number of heads
@@ -53,9 +53,8 @@ def _rows(
     """For every slot of chunk c: index of its token and head in the flattened inputs, whether it holds a token of its own,
     where its pair key is, and whether there is one."""
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
-    slot = tl.arange(0, C)
-    rank = i * (C - W + 1) - (W - 1) + slot
-    valid = (slot >= W - 1) & (rank < length)
+    place, rank = slots_of(i, W, C, 16)  # without a window, of any size
+    valid = (place >= W - 1) & (rank < length)
     row = row_of(rows, start, rank, valid, MASKED) * H + h
     pairs, paired = key_pointers(k, head, rows, n, start, length, h, rank, H, K, W, SHIFT, MASKED)
     return row, valid, pairs, paired

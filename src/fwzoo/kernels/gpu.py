@@ -249,6 +249,14 @@ def of_chunk(c, docs, chunk_doc, T, NC, PLAIN: tl.constexpr):
 
 
 @triton.jit
+def slots_of(i, W: tl.constexpr, C: tl.constexpr, N: tl.constexpr):
+    """Place in its block and rank of every slot of chunk `i` of a document: the first W - 1 pairs of each block of N slots are the
+    last of the block before it."""
+    slot = tl.arange(0, C)
+    return slot % N, (i * (C // N) + slot // N) * (N - W + 1) - (W - 1) + slot % N
+
+
+@triton.jit
 def row_of(rows, start, rank, ok, MASKED: tl.constexpr):
     """Row of the flattened inputs that holds this rank of the document that starts at row `start`."""
     row = start + rank

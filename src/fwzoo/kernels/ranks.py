@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 64  # slots of a chunk, C
+BLOCK = 16  # slots of a block of falcon3, N
 
 
 @dataclass(frozen=True)

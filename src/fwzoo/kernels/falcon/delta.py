@@ -12,7 +12,7 @@ from ..gpu import custom
 from ..ranks import CHUNK, Ranks
 from .prepass import Gates, gates, gates_backward, pack, unpack
 from .rules import Options
-from .windows import window_backward, window_forward
+from .windows import blocks_like, window_backward, window_forward
 
 
 def regression(
@@ -57,7 +57,7 @@ def _forward(
     rule: str,
     flags: list[int],
     numbers: list[float],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
     falcon = None
     if options.window == 1 and k.dtype != torch.float32:  # the kernel that solves a chunk makes the gates as well
@@ -75,11 +75,12 @@ def _forward(
     else:
         found, vector = gates(k, head_x, beta, ridge, first, count, ranks, options)
     strength, upto, upto_low, _energy = found
+    blocks = k.new_empty(0)
     if options.window > 1:
-        results = window_forward(q, k, head_x, v, head_v, first, strength, upto, upto_low, S, ranks, _form(options))
+        o, S, solve, blocks, *kept = window_forward(q, k, head_x, v, head_v, first, strength, upto, upto_low, S, ranks, _form(options))
     else:
-        results = delta_forward(q, k, head_x, v, strength, upto, upto_low, S, ranks, _form(options), falcon)
-    return *results, found, vector
+        o, S, solve, *kept = delta_forward(q, k, head_x, v, strength, upto, upto_low, S, ranks, _form(options), falcon)
+    return o, S, solve, *kept, blocks, found, vector
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, ...]:
@@ -89,6 +90,7 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor
         torch.empty_like(v),
         torch.empty_like(S),
         *kept_like(q, v, ranks.chunks, (4,) if options.window > 1 else ()),
+        blocks_like(q, ranks.chunks) if options.window > 1 else q.new_empty(0),
         q.new_empty(4, ranks.chunks, q.shape[2], CHUNK, **wide),
         q.new_empty(windows, q.shape[2], options.window, **wide) if windows else q.new_empty(0, **wide),
     )
@@ -120,6 +122,7 @@ def _backward(
     solve: Tensor,
     residual_t: Tensor,
     borders_t: Tensor,
+    blocks: Tensor,
     found: Tensor,
     vector: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -138,6 +141,7 @@ def _backward(
             upto,
             upto_low,
             solve,
+            blocks,
             residual_t,
             borders_t,
             d_o,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..gpu import key_pointers, of_chunk, read
+from ..gpu import key_pointers, of_chunk, read, slots_of
 
 SQUARINGS = tl.constexpr(24)
 
@@ -86,11 +86,10 @@ def window_products(
     """Products of every key with itself and the W - 1 before it, `[W, M, H, C]`."""
     c, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
-    e, d = tl.arange(0, C), tl.arange(0, BK)
-    r = i * (C - W + 1) - (W - 1) + e
+    (e, r), d = slots_of(i, W, C, 16), tl.arange(0, BK)
     p, ok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
     x = read(p[:, None] + d[None, :], ok[:, None] & (d < K)[None, :]).to(tl.float32)
-    at = bands + (c * H + h) * C + e
+    at = bands + (c * H + h) * C + tl.arange(0, C)
     tl.store(at, tl.sum(x * x, 1))
     for apart in tl.static_range(1, W):
         p, ok = key_pointers(k, head_x, rows, n, start, length, h, r - apart, H, K, W, SHIFT, MASKED)
@@ -116,10 +115,9 @@ def top_eigenvalues(
     """Top eigenvalue and eigenvector of the Gram matrix of every window, from the products of its keys."""
     c, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     _n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
-    e = tl.arange(0, C)
-    r = i * (C - W + 1) - (W - 1) + e
+    e, r = slots_of(i, W, C, 16)
     token = (e >= W - 1) & (r < length)
-    at, gram = bands + (c * H + h) * C + e, ()
+    at, gram = bands + (c * H + h) * C + tl.arange(0, C), ()
     for a in tl.static_range(W):
         for b in tl.static_range(W):
             if b < a:
@@ -127,6 +125,6 @@ def top_eigenvalues(
             else:
                 gram = gram + (tl.load(at + (b - a) * M * H * C - a, mask=token, other=0.0),)
     top, u = top_direction(gram, W)
-    tl.store(energy + (c * H + h) * C + e, top)
+    tl.store(energy + (c * H + h) * C + tl.arange(0, C), top)
     for w in tl.static_range(W):
         tl.store(vector + ((start + r) * H + h) * W + w, u[w], mask=token)

@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..associative import gradients_of_chunk, weigh
-from ..gpu import block, key_pointers, launch, missing_pairs, of_chunk, on_device, read, row_of, tables
-from ..ranks import CHUNK, Ranks, ranks_of
+from ..gpu import block, key_pointers, launch, missing_pairs, of_chunk, on_device, read, row_of, slots_of, tables
+from ..ranks import BLOCK, CHUNK, Ranks, ranks_of
 from .eigenvalues import top_eigenvalues, window_products
 from .rules import RULES, FalconState, Options
 
@@ -85,6 +85,7 @@ def _gates(
     PLAIN: tl.constexpr,
     MASKED: tl.constexpr,
     C: tl.constexpr,
+    N: tl.constexpr,
 ):
     """ENERGY: 0 none, 1 mean squared norm of the window, 2 already there, as a sum. DIVIDE: the step is beta / (E + ...).
 
@@ -93,8 +94,8 @@ def _gates(
     c, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
     e, d = tl.arange(0, C), tl.arange(0, BK)
-    r = i * (C - W + 1) - (W - 1) + e
-    token, begin = (e >= W - 1) & (r < length), missing_pairs(first, n, SHIFT)
+    place, r = slots_of(i, W, C, N)
+    token, begin = (place >= W - 1) & (r < length), missing_pairs(first, n, SHIFT)
     writes = token & (r >= begin)
     at = (c * H + h) * C + e
     before = 0
@@ -195,6 +196,7 @@ def _gates_backward(
     PLAIN: tl.constexpr,
     MASKED: tl.constexpr,
     C: tl.constexpr,
+    N: tl.constexpr,
 ):
     """Gradients of beta, ridge and the window's energy (divided by its pairs, `[B * T, H]` by first row plus rank).
 
@@ -203,8 +205,8 @@ def _gates_backward(
     c, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
     e = tl.arange(0, C)
-    r = i * (C - W + 1) - (W - 1) + e
-    token, begin = (e >= W - 1) & (r < length), missing_pairs(first, n, SHIFT)
+    place, r = slots_of(i, W, C, N)
+    token, begin = (place >= W - 1) & (r < length), missing_pairs(first, n, SHIFT)
     writes = token & (r >= begin)
     at = (c * H + h) * C + e
     before = 0
@@ -283,13 +285,14 @@ def _energy_backward(
     PLAIN: tl.constexpr,
     MASKED: tl.constexpr,
     C: tl.constexpr,
+    N: tl.constexpr,
 ):
     """Add the gradient through the energy to the gradient of the keys."""
     c, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
     e, d = tl.arange(0, C), tl.arange(0, BK)
-    r = i * (C - W + 1) - (W - 1) + e
-    own = (r < length) & ((e >= W - 1) | (i + e * 0 == 0))
+    place, r = slots_of(i, W, C, N)
+    own = (r < length) & ((place >= W - 1) | (i + e // N == 0))
     column = (d < K)[None, :]
     grad = tl.zeros([C, BK], tl.float32)
     if TOP:
@@ -325,6 +328,7 @@ def _options(options: Options) -> dict[str, Any]:
         "DIVIDE": options.step == "beta",
         "COUPLED": options.scale_coupled,
         "W": options.window,
+        "N": slots_a_block(options),
         "AFTER": int(options.read_after_write),
     }
 
@@ -332,6 +336,11 @@ def _options(options: Options) -> dict[str, Any]:
 def _top(options: Options) -> bool:
     """Whether the energy is an eigenvalue; that of a single pair is its squared norm."""
     return options.rule.regression and options.window > 1
+
+
+def slots_a_block(options: Options) -> int:
+    """Slots that share the last W - 1 pairs before them: falcon3's blocks, otherwise chunks."""
+    return BLOCK if _top(options) else CHUNK
 
 
 def gates(
@@ -351,7 +360,7 @@ def gates(
     Args:
         k: `[B, T, H, K]`. head_x, first: of `heads_of`; None for documents that begin here. beta, ridge: `[B, T, H]` (beta with V
             is not read here).
-        count: int64 `[N]`, real rows of the tail, or None. ranks: with overlap W - 1. weights, mixes: where
+        count: int64 `[N]`, real rows of the tail, or None. ranks: with W - 1 shared slots a block. weights, mixes: where
             those of `associative.weigh` go, or None.
     """
     heads, k_size = k.shape[2:]
@@ -503,6 +512,7 @@ def energy_backward(
             BK=block(k_size),
             SHIFT=int(options.shifted),
             W=options.window,
+            N=slots_a_block(options),
             TOP=_top(options),
         )
 

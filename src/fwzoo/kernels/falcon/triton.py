@@ -15,7 +15,7 @@ from ..plans import planned
 from ..ranks import CHUNK, Ranks, make_ranks, ranks_of
 from .columns import Columns
 from .delta import regression
-from .prepass import Gates, gates, heads_of, inputs_backward, pack, unpack
+from .prepass import Gates, gates, heads_of, inputs_backward, pack, slots_a_block, unpack
 from .residuals import residuals
 from .rules import RULES, FalconState, Options, started
 
@@ -58,7 +58,8 @@ def falcon_triton(
     if few_tokens((q, k, v, beta, ridge, *(state or ())), mask, bounds):
         return step.falcon_steps(q, k, v, beta, ridge, options, started(state, q, v, bounds, options), mask)
     window, shift, run = options.window, int(options.shifted), KERNELS[options.rule]
-    ranks = make_ranks(q, mask, bounds, overlap=window - 1, segment=segment_length(q, window - 1))
+    overlap = CHUNK // slots_a_block(options) * (window - 1)
+    ranks = make_ranks(q, mask, bounds, overlap=overlap, segment=segment_length(q, overlap))
     q, k, v, beta, ridge = (x.contiguous() for x in (q, k, v, beta, ridge))
     whole = ranks.docs is None and q.shape[1] >= window  # then the new state's pairs are of this call alone
     if state is None and whole and run is inner_product:

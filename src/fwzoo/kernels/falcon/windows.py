@@ -33,19 +33,17 @@ from ..delta import (
     scan_kernel,
     work_dtype,
 )
-from ..gpu import block, key_pointers, launch, of_chunk, on_device, parts, value_pointers
-from ..ranks import CHUNK, Ranks
-from .apart import eight_of, sixteen_of
+from ..gpu import block, key_pointers, launch, of_chunk, on_device, parts, row_of, slots_of, value_pointers
+from ..ranks import BLOCK, CHUNK, Ranks
 
 
 @triton.jit
-def _couplings(
-    q, k, head, strength, upto, upto_low, docs, chunk_doc, rows, index, T, NC,
-    H, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, SHIFT: tl.constexpr, W: tl.constexpr, AFTER: tl.constexpr,
-    PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+def _products(
+    q, k, head, docs, chunk_doc, rows, index, T, NC,
+    H, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, SHIFT: tl.constexpr, W: tl.constexpr,
+    PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gram matrix and scores of a chunk, and the factors with which a pair that has left the window enters them (0 where it
-    is still in it): its decay from the token that last wrote it."""
+    """Gram matrix and scores of a chunk."""
     c, h = index // H, index % H
     row, valid, pairs, paired = _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, W, PLAIN, MASKED, C)
     gram = tl.zeros([C, C], tl.float32)
@@ -55,56 +53,86 @@ def _couplings(
         x = _load_rows(pairs, paired, k0, K, BK, WORK)
         gram = tl.dot(x, tl.trans(x), gram, input_precision=PRECISION)
         scores = tl.dot(query, tl.trans(x), scores, input_precision=PRECISION)
+    return gram, scores
+
+
+@triton.jit
+def _prefix_at(upto, upto_low, at, mask, WIDE: tl.constexpr):
+    found = tl.load(upto + at, mask=mask, other=0.0)
+    if WIDE:
+        found = found.to(tl.float64) + tl.load(upto_low + at, mask=mask, other=0.0)
+    return found
+
+
+@triton.jit
+def _masked_exp(keep, exponent):
+    return tl.exp(tl.where(keep, exponent.to(tl.float32), -float("inf")))
+
+
+@triton.jit
+def _between(upto, upto_low, strength, index, WIDE: tl.constexpr, AFTER: tl.constexpr, C: tl.constexpr, N: tl.constexpr):
+    """Decays between blocks: of an earlier block's end until a later block begins, and until one of its tokens reads (`[C, C]`,
+    else 0), from the chunk's start to a block's start, and from a block's end to the chunk's."""
     slot = tl.arange(0, C)
+    begin = slot // N * N
     _gain, since, until, total = _gates(strength, upto, upto_low, index, WIDE, C)
-    last = index * C + slot + (W - 1)
-    left = tl.load(upto + last, mask=slot + (W - 1) < C, other=0.0)
-    if WIDE:
-        left = left.to(tl.float64) + tl.load(upto_low + last, mask=slot + (W - 1) < C, other=0.0)
-    behind = slot[:, None] - slot[None, :]
-    entering = tl.exp(tl.where(behind >= W, (until[:, None] - left[None, :]).to(tl.float32), -float("inf")))
-    to = since if AFTER else until
-    gone = behind >= (W - 1 if AFTER else W)
-    reading = tl.exp(tl.where(gone, (to[:, None] - left[None, :]).to(tl.float32), -float("inf")))
-    ending = tl.exp(tl.where(slot + (W - 1) < C, (total - left).to(tl.float32), 0.0))
-    return gram, scores, entering, reading, ending
+    before = _prefix_at(upto, upto_low, index * C + begin - 1, begin > 0, WIDE)
+    behind = _prefix_at(upto, upto_low, index * C + begin + N - 1, begin >= 0, WIDE)
+    earlier = slot[:, None] // N > slot[None, :] // N
+    blocks = _masked_exp(earlier, before[:, None] - behind[None, :])
+    tokens = _masked_exp(earlier, (since if AFTER else until)[:, None] - behind[None, :])
+    return blocks, tokens, tl.exp(before.to(tl.float32)), tl.exp((total - behind).to(tl.float32))
 
 
 @triton.jit
-def _tokens(upto, upto_low, strength, at, start, WIDE: tl.constexpr, C: tl.constexpr):
-    """Strengths of the tokens from slot start on, their decays, and those from the chunk's start up to them, 8 numbers each."""
-    slot = start + tl.arange(0, 8)
-    inside = slot < C
-    to = tl.load(upto + at + slot, mask=inside, other=0.0)
-    before = tl.load(upto + at + slot - 1, mask=inside & (slot > 0), other=0.0)
-    if WIDE:
-        to = to.to(tl.float64) + tl.load(upto_low + at + slot, mask=inside, other=0.0)
-        before = before.to(tl.float64) + tl.load(upto_low + at + slot - 1, mask=inside & (slot > 0), other=0.0)
-    gain = tl.load(strength + at + slot, mask=inside, other=0.0)
-    return eight_of(gain), eight_of(tl.exp((to - before).to(tl.float32))), eight_of(tl.exp(to.to(tl.float32)))
+def _block(
+    q, k, head, upto, upto_low, coupling, score, steps, final, others, docs, chunk_doc, rows, number, T, NC,
+    H, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, N: tl.constexpr, SHIFT: tl.constexpr, W: tl.constexpr, AFTER: tl.constexpr,
+    PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Store, for its run, what the tokens of a block read of its pairs, `[N, N]` each (of those that have left the window, as they
+    left it), and numbers of its slots, `[3, N]`: decay, decay from the block's start, decay of a pair until the block's end.
+    final, others `[N, 2 N]`: set to 0.
 
-
-@triton.jit
-def _rows_near(square, start, W: tl.constexpr, PITCH: tl.constexpr, COUNT: tl.constexpr):
-    """Rows of a matrix in scratch memory (see `_keep`) from slot start - (W - 1) on, as numbers, columns from the same slot on."""
-    rows = ()
-    for r in tl.static_range(COUNT):
-        s = start + (r - (W - 1))
-        if COUNT <= 8:
-            near = tl.arange(0, 8)
-            x = eight_of(tl.load(square + s * PITCH + start + near, mask=near * 0 + s >= 0, other=0.0))
-        else:
-            near = tl.arange(0, 16)
-            x = sixteen_of(tl.load(square + s * PITCH + start + near, mask=near * 0 + s >= 0, other=0.0))
-        rows = rows + (x,)
-    return rows
-
-
-@triton.jit
-def _keep(square, x, W: tl.constexpr, C: tl.constexpr, PITCH: tl.constexpr):
-    """Store a matrix `[C, C]` with W - 1 numbers before and some behind every row, which stay 0."""
-    slot = tl.arange(0, C)
-    tl.store(square + slot[:, None] * PITCH + (W - 1) + slot[None, :], x)
+    Returns: Gram matrix and scores, decays of pairs that have left until they are read by a key and by a query (else 0), numbers.
+    """
+    index, part = number // (C // N), number % (C // N)
+    c, h, base = index // H, index % H, number * N
+    n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
+    place, rank = slots_of(i * (C // N) + part, W, N, N)
+    valid = (place >= W - 1) & (rank < length)
+    row = row_of(rows, start, rank, valid, MASKED) * H + h
+    pairs, paired = key_pointers(k, head, rows, n, start, length, h, rank, H, K, W, SHIFT, MASKED)
+    gram = tl.zeros([N, N], tl.float32)
+    scores = tl.zeros([N, N], tl.float32)
+    for k0 in range(0, K, BK):
+        query = _load_rows(q + row * K, valid, k0, K, BK, WORK)
+        x = _load_rows(pairs, paired, k0, K, BK, WORK)
+        gram = tl.dot(x, tl.trans(x), gram, input_precision=PRECISION)
+        scores = tl.dot(query, tl.trans(x), scores, input_precision=PRECISION)
+    behind, gone = place[:, None] - place[None, :], place + (W - 1) < N
+    since = _prefix_at(upto, upto_low, base + place, place >= 0, WIDE)
+    until = _prefix_at(upto, upto_low, base + place - 1, part * N + place > 0, WIDE)
+    left = _prefix_at(upto, upto_low, base + place + (W - 1), gone, WIDE)
+    before = _prefix_at(upto, upto_low, base + place * 0 - 1, place * 0 + part > 0, WIDE)
+    last = _prefix_at(upto, upto_low, base + place * 0 + (N - 1), place >= 0, WIDE)
+    entering = _masked_exp(behind >= W, until[:, None] - left[None, :])
+    read_from: tl.constexpr = W - 1 if AFTER else W
+    reading = _masked_exp(behind >= read_from, (since if AFTER else until)[:, None] - left[None, :])
+    kept, begun = tl.exp((since - until).to(tl.float32)), tl.exp((until - before).to(tl.float32))
+    ending = tl.exp(tl.where(gone, (last - left).to(tl.float32), 0.0))
+    at = place[:, None] * N + place[None, :]
+    tl.debug_barrier()  # the block before is read no more
+    tl.store(coupling + at, tl.where(behind >= W, gram * entering, gram))
+    tl.store(score + at, tl.where(behind >= read_from, scores * reading, scores))
+    tl.store(steps + place, kept)
+    tl.store(steps + N + place, begun)
+    tl.store(steps + 2 * N + place, ending)
+    wide = place[:, None] * (2 * N) + tl.arange(0, 2 * N)[None, :]
+    tl.store(final + wide, tl.zeros([N, 2 * N], tl.float32))
+    tl.store(others + wide, tl.zeros([N, 2 * N], tl.float32))
+    tl.debug_barrier()
+    return gram, scores, entering, reading, kept, begun, ending
 
 
 @triton.jit
@@ -118,150 +146,114 @@ def _written(e, p, gain, kept, W: tl.constexpr):
 
 
 @triton.jit
-def _older(e, weighted, own, entered, close, kept, t: tl.constexpr, W: tl.constexpr):
-    """e of the next token, whose key reads `entered`: of a key that stays, e = own - R and R is decayed and written to."""
-    new = (own[0] - entered,)
-    for a in tl.static_range(1, W):
-        moved = kept * e[a - 1] + (1.0 - kept) * own[a]
+def _empty_window(near, W: tl.constexpr, N: tl.constexpr):
+    """e and p of a block's first token."""
+    e, p = (), ()
+    for a in tl.static_range(W):
+        e = e + (tl.where(near == W - 1 - a, 1.0, 0.0) - tl.where(near == N + W - 1 - a, 1.0, 0.0),)
+        p = p + (tl.zeros_like(e[a]),)
+    return e, p
+
+
+@triton.jit
+def _older(coupling, final, steps, near, s, e, p, weighted, kept, W: tl.constexpr, N: tl.constexpr):
+    """e of the token after the one in slot s. What its key reads of pairs that have left is read from `final`, where others are finite."""
+    row = coupling + (s + 1) * N
+    entered = tl.where(near == N + s + 1, tl.load(steps + N + s + 1), 0.0)
+    for j in tl.static_range(N - W):
+        entered += tl.where(j <= s + 1 - W, tl.load(row + j), 0.0) * tl.load(final + j * (2 * N) + near)
+    for a in tl.static_range(W - 1):
+        entered += tl.load(row + s - a) * p[a]
+    new = (tl.where(near == s + 1, 1.0, 0.0) - entered,)
+    for a in tl.static_range(1, W):  # of a key that stays, e = value - R, and R is decayed and written to
+        moved = kept * e[a - 1] + tl.where(near == s + 1 - a, 1.0 - kept, 0.0)
         for b in tl.static_range(W):
-            moved -= close[t - min(a - 1, b)][t - max(a - 1, b)] * weighted[b]
+            moved -= tl.load(coupling + (s - min(a - 1, b)) * N + (s - max(a - 1, b))) * weighted[b]
         new = new + (moved,)
     return new
 
 
-@triton.jit
-def _own(own, column, s, W: tl.constexpr):
-    """1 in the column of each value in the window of slot s, given those of the slot before."""
-    new = (tl.where(column == s, 1.0, 0.0),)
-    for a in tl.static_range(1, W):
-        new = new + (own[a - 1],)
-    return new
-
-
-@triton.jit
-def _advance(
-    close, past, gain, kept, upto_s, start, i: tl.constexpr, column, e, p, own, left, W: tl.constexpr, C: tl.constexpr
-):
-    """The token in slot start + i writes. left: final weights of the pairs that left the window in this block of tokens."""
-    s = start + i
-    t: tl.constexpr = i + W - 1
-    p, weighted = _written(e, p, gain, kept, W)
-    left = left + (p[W - 1],)
-    entered = tl.where(column == C + s + 1, upto_s, 0.0)
-    entered += tl.load(past + (s + 1) * (2 * C) + column, mask=column * 0 + s + 1 < C, other=0.0)
-    for j in tl.static_range(i + 1):
-        entered += close[t + 1][j] * left[j]
-    for a in tl.static_range(W - 1):
-        entered += close[t + 1][t - a] * p[a]
-    own = _own(own, column, s + 1, W)
-    return p, left, own, _older(e, weighted, own, entered, close, kept, t, W)
-
-
-@triton.jit
-def _behind(
-    coupling,
-    final,
-    past,
-    start,
-    added,
-    W: tl.constexpr,
-    C: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PITCH: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Add what the block's pairs that have left let later keys read, and show it to the next block."""
-    slot, column, near = tl.arange(0, C), tl.arange(0, 2 * C), tl.arange(0, 16)
-    tl.debug_barrier()
-    at = start - (W - 1) + near
-    new = (at >= 0) & (near < BLOCK)
-    weight = tl.load(
-        coupling + slot[:, None] * PITCH + (W - 1) + at[None, :], mask=new[None, :] & (slot >= 0)[:, None], other=0.0
-    )
-    done = tl.load(
-        final + at[:, None] * (2 * C) + column[None, :], mask=new[:, None] & (column >= 0)[None, :], other=0.0
-    )
-    added = tl.dot(weight, done, added, input_precision=PRECISION)
-    following = (slot > start + BLOCK) & (slot <= start + 2 * BLOCK)
-    tl.store(past + slot[:, None] * (2 * C) + column[None, :], added, mask=following[:, None] & (column >= 0)[None, :])
-    tl.debug_barrier()
-    return added
-
-
-@triton.jit
-def _empty_window(past, W: tl.constexpr, C: tl.constexpr):
-    """e, p and own before the first slot, and sums of nothing."""
-    slot, column = tl.arange(0, C), tl.arange(0, 2 * C)
-    added, nothing = tl.zeros([C, 2 * C], tl.float32), tl.zeros([2 * C], tl.float32)
-    tl.store(past + slot[:, None] * (2 * C) + column[None, :], added)
-    own, p = (tl.where(column == 0, 1.0, 0.0),), (nothing,)
-    e = (own[0] - tl.where(column == C, 1.0, 0.0),)
-    for _ in tl.static_range(1, W):
-        e, p, own = e + (nothing,), p + (nothing,), own + (nothing,)
-    tl.debug_barrier()
-    return e, p, own, added
-
-
 @triton.jit(do_not_specialize=[*FIXED, "total"])
-def response_kernel(
-    q, k, head, strength, upto, upto_low, scratch, responses, docs, chunk_doc, rows, total, T, NC,
-    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, PITCH: tl.constexpr,
+def run_kernel(
+    q, k, head, strength, upto, upto_low, scratch, blocks, docs, chunk_doc, rows, total, T, NC,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, N: tl.constexpr,
     SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """responses: `[M * H, 4, C, C]`, write_v, write_S, read_v, read_S. scratch: `[programs, 12, C, C]`.
-
-    A thread runs over the tokens with a column of its own; what pairs that left the window in an earlier block of tokens add is
-    one product a block. Slots before the first token write nothing, so that they only fill the window.
-    """
-    band = scratch + tl.program_id(0).to(tl.int64) * (12 * C * C)
-    final, coupling, score = band + 2 * C * C, band + 4 * C * C, band + 6 * C * C
-    past, seen = band + 8 * C * C, band + 10 * C * C
-    slot, column = tl.arange(0, C), tl.arange(0, 2 * C)
-    row_at, wide = slot[:, None] * C + slot[None, :], slot[:, None] * (2 * C) + column[None, :]
-    for index in range(tl.program_id(0).to(tl.int64), total, tl.num_programs(0)):
-        gram, scores, entering, reading, ending = _couplings(
-            q, k, head, strength, upto, upto_low, docs, chunk_doc, rows, index, T, NC,
-            H, K, C, BK, SHIFT, W, AFTER, PLAIN, MASKED, WORK, WIDE, PRECISION,
+    """blocks: `[M * H, 2, C, 2 N]`, what every block writes and reads by itself, of its values and (with the sign of a write) of what
+    its keys read as it begins. A thread has a column of its own. scratch: `[programs, 7, N, N]`."""
+    coupling = scratch + tl.program_id(0).to(tl.int64) * (7 * N * N)
+    score, steps, final, reads = coupling + N * N, coupling + 2 * N * N, coupling + 3 * N * N, coupling + 5 * N * N
+    place, near = tl.arange(0, N), tl.arange(0, 2 * N)
+    late: tl.constexpr = 0 if AFTER else 1
+    at = place[:, None] * (2 * N) + near[None, :]
+    square, behind = place[:, None] * N + place[None, :], place[:, None] - place[None, :]
+    for number in range(tl.program_id(0).to(tl.int64), total, tl.num_programs(0)):
+        _block(
+            q, k, head, upto, upto_low, coupling, score, steps, final, reads, docs, chunk_doc, rows, number, T, NC,
+            H, K, C, BK, N, SHIFT, W, AFTER, PLAIN, MASKED, WORK, WIDE, PRECISION,
         )  # fmt: skip
-        tl.debug_barrier()  # the chunk before is read no more
-        held = tl.where(entering > 0, gram * entering, tl.where(slot[:, None] - slot[None, :] < W, gram, 0.0))
-        _keep(coupling, held, W, C, PITCH)
-        _keep(score, scores, W, C, PITCH)
-        tl.store(seen + row_at, scores * reading)
-        if not AFTER:
-            tl.store(band + column, tl.zeros([2 * C], tl.float32))
-        e, p, own, added = _empty_window(past, W, C)
-        for start in range(0, C, BLOCK):
-            left, reads = (), ()  # stored after the block: no store holds up a load
-            gains, keeps, uptos = _tokens(upto, upto_low, strength, index * C, start, WIDE, C)
-            close, close_scores = (
-                _rows_near(coupling, start, W, PITCH, BLOCK + W),
-                _rows_near(score, start, W, PITCH, BLOCK + W),
-            )
-            for i in tl.static_range(BLOCK):
-                p, left, own, e = _advance(
-                    close, past, gains[i], keeps[i], uptos[i], start, i, column, e, p, own, left, W, C
-                )
-                read = tl.zeros([2 * C], tl.float32)
-                for a in tl.static_range(W - 1):
-                    read += close_scores[i + W - 1 + (0 if AFTER else 1)][i + W - 1 - a] * p[a]
-                reads = reads + (read,)
-            for i in tl.static_range(BLOCK):
-                s = start + i
-                tl.store(final + (s - (W - 1)) * (2 * C) + column, left[i], mask=column * 0 + s >= W - 1)
-                shown = s if AFTER else s + 1
-                tl.store(band + shown * (2 * C) + column, reads[i], mask=column * 0 + shown < C)
-            added = _behind(coupling, final, past, start, added, W, C, BLOCK, PITCH, PRECISION)
+        e, p = _empty_window(near, W, N)
+        for s in range(W - 1, N):
+            gain, keep = tl.load(strength + number * N + s), tl.load(steps + s)
+            p, weighted = _written(e, p, gain, keep, W)
+            tl.store(final + (s - (W - 1)) * (2 * N) + near, p[W - 1])
+            read = tl.zeros_like(p[0])
+            for a in tl.static_range(W - 1):
+                read += tl.load(score + (s + late) * N + s - a) * p[a]
+            tl.store(reads + (s + late) * (2 * N) + near, read, mask=near * 0 + s + late < N)
+            e = _older(coupling, final, steps, near, s, e, p, weighted, keep, W, N)
         for a in tl.static_range(W - 1):
-            tl.store(final + (C - 1 - a) * (2 * C) + column, p[a])
+            tl.store(final + (N - 1 - a) * (2 * N) + near, p[a])
         tl.debug_barrier()
-        hat, read = tl.load(final + wide), tl.load(band + wide)
-        read = tl.dot(tl.load(seen + row_at), hat, read, input_precision=PRECISION)
-        hat *= ending[:, None]
-        sign = tl.where(column < C, 1.0, -1.0)[None, :]  # columns of values, then columns of the state
-        at = responses + index * (4 * C * C) + (column // C * (C * C) + column % C)[None, :] + slot[:, None] * C
-        tl.store(at, (hat * sign).to(responses.dtype.element_ty))
-        tl.store(at + 2 * C * C, (read * sign).to(responses.dtype.element_ty))
+        hats = tl.load(final + at)
+        gone = tl.where(behind >= (W - 1 if AFTER else W), tl.load(score + square), 0.0)
+        read = tl.dot(gone, hats, tl.load(reads + at), input_precision=PRECISION)
+        out = blocks + (number // (C // N) * (2 * C) + number % (C // N) * N) * (2 * N) + at
+        tl.store(out, (hats * tl.load(steps + 2 * N + place)[:, None]).to(WORK))
+        tl.store(out + 2 * C * N, read.to(WORK))
+
+
+@triton.jit(do_not_specialize=FIXED)
+def response_kernel(
+    q, k, head, strength, upto, upto_low, responses, blocks, docs, chunk_doc, rows, T, NC,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, N: tl.constexpr,
+    SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """responses: `[M * H, 4, C, C]`, write_v, write_S, read_v, read_S, from what the blocks do by themselves."""
+    index = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, C)
+    gram, scores = _products(
+        q, k, head, docs, chunk_doc, rows, index, T, NC, H, K, C, BK, SHIFT, W, PLAIN, MASKED, WORK, PRECISION
+    )
+    to_block, to_token, from_start, to_end = _between(upto, upto_low, strength, index, WIDE, AFTER, C, N)
+    gram, scores = gram * to_block, scores * to_token
+    same = slot[:, None] // N == slot[None, :] // N
+    at = blocks + index * (4 * C * N) + slot[:, None] * (2 * N) + (slot % N)[None, :]
+    out = responses + index * (4 * C * C) + slot[:, None] * C + slot[None, :]
+    solve = _chained(tl.load(at + N, mask=same, other=0.0).to(tl.float32), gram, C, PRECISION)
+    read_S = tl.load(at + 2 * C * N + N, mask=same, other=0.0).to(tl.float32)
+    scores = tl.dot(read_S, gram, scores, input_precision=PRECISION)
+    write = tl.load(at, mask=same, other=0.0).to(tl.float32)
+    write = tl.dot(solve, write, input_precision=PRECISION)
+    tl.store(out, (write * to_end[:, None]).to(responses.dtype.element_ty))
+    read_v = tl.load(at + 2 * C * N, mask=same, other=0.0).to(tl.float32)
+    read_v = tl.dot(scores, write, read_v, input_precision=PRECISION)
+    tl.store(out + 2 * C * C, read_v.to(responses.dtype.element_ty))
+    write = tl.load(at + N, mask=same, other=0.0).to(tl.float32)
+    write = tl.dot(solve, write, input_precision=PRECISION)
+    read_S = tl.dot(scores, write, read_S, input_precision=PRECISION)
+    tl.store(out + C * C, (write * -to_end[:, None] * from_start[None, :]).to(responses.dtype.element_ty))
+    tl.store(out + 3 * C * C, (read_S * -from_start[None, :]).to(responses.dtype.element_ty))
+
+
+@triton.jit
+def _chained(write_S, gram, C: tl.constexpr, PRECISION: tl.constexpr):
+    """(I - write_S gram)^-1 for four blocks in a row, of which every one reads what those before it have written."""
+    slot = tl.arange(0, C)
+    passed = tl.dot(write_S, gram, input_precision=PRECISION)
+    squared = tl.dot(passed, passed, input_precision=PRECISION)  # its square is 0
+    solve = passed + squared + tl.where(slot[:, None] == slot[None, :], 1.0, 0.0)
+    return tl.dot(passed, squared, solve, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=FIXED)
@@ -293,7 +285,7 @@ def _values(
 ):  # fmt: skip
     """Where the value of every slot's pair is, and whether there is one."""
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
-    rank = i * (C - W + 1) - (W - 1) + tl.arange(0, C)
+    rank = slots_of(i, W, C, 16)[1]
     return value_pointers(v, head_v, rows, n, start, length, tl.load(first + n), h, rank, H, V, W, SHIFT, MASKED)
 
 
@@ -357,9 +349,17 @@ def window_transposed_kernel(
 
 @triton.jit
 def _own_slots(docs, chunk_doc, c, T, NC, W: tl.constexpr, PLAIN: tl.constexpr, C: tl.constexpr):
-    """Slots whose gradients this chunk writes in place; the others are added later, from `carry`."""
+    """Slots whose gradients this chunk writes in place; those of a block's first pairs are added later, from `carry`."""
     _n, _start, _length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
-    return (tl.arange(0, C) >= W - 1) | (i == 0)
+    slot = tl.arange(0, C)
+    return (slot % 16 >= W - 1) | ((slot < 16) & (i == 0))
+
+
+@triton.jit
+def _carried(index, W: tl.constexpr, C: tl.constexpr):
+    """Where the others are in `carry`, `[M * H, C / N, W - 1, .]`."""
+    slot = tl.arange(0, C)
+    return (index * (C // 16) + slot // 16) * (W - 1) + slot % 16
 
 
 @triton.jit(do_not_specialize=FIXED)
@@ -376,7 +376,7 @@ def window_product_kernel(
     targets, _ok = _values(d_v, d_head_v, first, docs, chunk_doc, rows, c, h, T, NC, H, V, SHIFT, W, PLAIN, MASKED, C)
     own = _own_slots(docs, chunk_doc, c, T, NC, W, PLAIN, C)
     slot = tl.arange(0, C)
-    targets = tl.where(own, targets, carry_v + (index * (W - 1) + slot) * V)
+    targets = tl.where(own, targets, carry_v + _carried(index, W, C) * V)
     across = responses + index * (4 * C * C) + slot[None, :] * C + slot[:, None]
     write_t, read_t = tl.load(across), tl.load(across + 2 * C * C)
     write_v = tl.zeros([C, C], tl.float32)
@@ -415,32 +415,129 @@ def window_product_kernel(
     tl.store(at + 2 * C * C + C, read_S.to(d_responses.dtype.element_ty))
 
 
+@triton.jit(do_not_specialize=[*FIXED, "total"])
+def between_backward_kernel(
+    q, k, head, strength, upto, upto_low, scratch, blocks, responses, d_responses, d_blocks, d_couplings, d_log_decay,
+    docs, chunk_doc, rows, total, T, NC,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, N: tl.constexpr,
+    SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """From the gradients of a chunk's responses those of its blocks', and parts of d_couplings and of the log-decay's.
+
+    scratch: `[programs, 6, C, C]`; transposed matrices are read from there.
+    """
+    inverse = scratch + tl.program_id(0).to(tl.int64) * (6 * C * C)
+    slot = tl.arange(0, C)
+    behind, part = slot[:, None] - slot[None, :], slot // N
+    same, earlier = part[:, None] == part[None, :], part[:, None] > part[None, :]
+    straight, across = slot[:, None] * C + slot[None, :], slot[None, :] * C + slot[:, None]
+    small = slot[:, None] * (2 * N) + (slot % N)[None, :]
+    small_t = slot[None, :] * (2 * N) + (slot % N)[:, None]
+    for index in range(tl.program_id(0).to(tl.int64), total, tl.num_programs(0)):
+        gram, scores = _products(
+            q, k, head, docs, chunk_doc, rows, index, T, NC, H, K, C, BK, SHIFT, W, PLAIN, MASKED, WORK, PRECISION
+        )
+        to_block, to_token, _from_start, _to_end = _between(upto, upto_low, strength, index, WIDE, AFTER, C, N)
+        gram, scores = gram * to_block, scores * to_token
+        block = blocks + index * (4 * C * N)
+        write_v = tl.load(block + small, mask=same, other=0.0).to(tl.float32)
+        write_S = tl.load(block + small + N, mask=same, other=0.0).to(tl.float32)
+        read_S = tl.load(block + small + 2 * C * N + N, mask=same, other=0.0).to(tl.float32)
+        solve = _chained(write_S, gram, C, PRECISION)
+        tl.debug_barrier()  # the chunk before is read no more
+        tl.store(inverse + straight, solve)
+        tl.store(inverse + C * C + straight, tl.dot(read_S, gram, scores, input_precision=PRECISION))
+        tl.store(inverse + 2 * C * C + straight, gram)
+        tl.store(inverse + 5 * C * C + straight, scores)
+        tl.store(inverse + 3 * C * C + straight, tl.dot(solve, write_v, input_precision=PRECISION))
+        tl.store(inverse + 4 * C * C + straight, tl.dot(solve, write_S, input_precision=PRECISION))
+        tl.debug_barrier()
+        theirs, ours = d_responses + index * (4 * C * C), responses + index * (4 * C * C)
+        at = slot[:, None] * (2 * C) + slot[None, :]
+        d_read_v = tl.load(theirs + 2 * C * C + at).to(tl.float32)
+        d_read_S = tl.load(theirs + 2 * C * C + C + at).to(tl.float32)
+        d_write_v, d_write_S = tl.load(theirs + at).to(tl.float32), tl.load(theirs + C + at).to(tl.float32)
+        to_block, to_token, from_start, to_end = _between(upto, upto_low, strength, index, WIDE, AFTER, C, N)
+        # decays from the chunk's start and to its end
+        from_S = d_write_S * tl.load(ours + C * C + straight).to(tl.float32)
+        to_S = tl.sum(from_S + d_read_S * tl.load(ours + 3 * C * C + straight).to(tl.float32), 0)
+        from_S = tl.sum(d_write_v * tl.load(ours + straight).to(tl.float32) - from_S, 1)
+        d_step = tl.sum(
+            tl.where(earlier, from_S[None, :], 0.0) - tl.where(part[:, None] < part[None, :], to_S[None, :], 0.0), 1
+        )
+        d_read_S *= from_start[None, :]
+        through = tl.load(inverse + C * C + across)
+        d_v = tl.dot(through, d_read_v, d_write_v * to_end[:, None], input_precision=PRECISION)
+        d_S = d_write_S * to_end[:, None] * from_start[None, :]
+        d_S = tl.dot(through, d_read_S, d_S, input_precision=PRECISION)
+        solve_t = tl.load(inverse + across)
+        d_v = tl.dot(solve_t, d_v, input_precision=PRECISION)
+        d_S = tl.dot(solve_t, d_S, input_precision=PRECISION)
+        written_v, written_S = tl.load(inverse + 3 * C * C + across), tl.load(inverse + 4 * C * C + across)
+        d_passed = tl.dot(d_v, written_v, input_precision=PRECISION)
+        d_passed = tl.dot(d_S, written_S, d_passed, input_precision=PRECISION)
+        d_through = tl.dot(d_read_v, written_v, input_precision=PRECISION)
+        d_through = tl.dot(d_read_S, written_S, d_through, input_precision=PRECISION)
+        gram_t = tl.load(inverse + 2 * C * C + across)
+        d_S = tl.dot(d_passed, gram_t, d_S, input_precision=PRECISION)
+        d_read_S = tl.dot(d_through, gram_t, d_read_S, input_precision=PRECISION)
+        out = d_blocks + index * (4 * C * N) + small
+        tl.store(out, d_v.to(d_blocks.dtype.element_ty), mask=same)
+        tl.store(out + N, d_S.to(d_blocks.dtype.element_ty), mask=same)
+        tl.store(out + 2 * C * N, d_read_v.to(d_blocks.dtype.element_ty), mask=same)
+        tl.store(out + 2 * C * N + N, d_read_S.to(d_blocks.dtype.element_ty), mask=same)
+        across_S = tl.load(block + small_t + N, mask=same, other=0.0).to(tl.float32)
+        d_gram = tl.dot(across_S, d_passed, input_precision=PRECISION)
+        across_S = tl.load(block + small_t + 2 * C * N + N, mask=same, other=0.0).to(tl.float32)
+        d_gram = tl.dot(across_S, d_through, d_gram, input_precision=PRECISION)
+        # every pair decays over the blocks, and a read also over the tokens, between: add exactly those
+        gram = tl.load(inverse + 2 * C * C + straight)
+        spans = tl.dot(tl.where(part[:, None] < part[None, :], 1.0, 0.0), d_gram * gram, input_precision=PRECISION)
+        crossed = behind <= 0 if AFTER else behind < 0
+        scores = tl.load(inverse + 5 * C * C + straight)
+        spans = tl.dot(tl.where(crossed, 1.0, 0.0), d_through * scores, spans, input_precision=PRECISION)
+        d_step += tl.sum(tl.where(earlier, spans, 0.0), 1)
+        tl.store(d_log_decay + index * C + slot, d_step)
+        d_gram *= to_block
+        out = d_couplings + index * (2 * C * C)
+        tl.store(out + straight, d_gram.to(d_couplings.dtype.element_ty), mask=earlier)
+        tl.store(out + across, d_gram.to(d_couplings.dtype.element_ty), mask=earlier)
+        tl.store(out + C * C + straight, (d_through * to_token).to(d_couplings.dtype.element_ty), mask=~same)
+
+
 @triton.jit
-def _rows_of(at, column, W: tl.constexpr, C: tl.constexpr):
-    """A row of `[C, W, 2 C]` for every age."""
+def _rows_of(at, W: tl.constexpr, N: tl.constexpr):
+    """A row of `[C, W, 2 N]` for every age."""
     found = ()
     for a in tl.static_range(W):
-        found = found + (tl.load(at + a * (2 * C) + column).to(tl.float32),)
+        found = found + (tl.load(at + a * (2 * N)).to(tl.float32),)
     return found
 
 
 @triton.jit
-def _through_write(d_p, first, done, d_out, close, close_scores, t: tl.constexpr, AFTER: tl.constexpr, W: tl.constexpr):
+def _store_rows(at, x, W: tl.constexpr, N: tl.constexpr, WORK: tl.constexpr):
+    for a in tl.static_range(W):
+        tl.store(at + a * (2 * N), x[a].to(WORK))
+
+
+@triton.jit
+def _through_write(d_p, entered, done, d_out, coupling, score, s, late: tl.constexpr, W: tl.constexpr, N: tl.constexpr):
     """Gradient of p with what the next key, the reads, and all later keys (done, of the pair that leaves) see of it."""
     new = ()
     for a in tl.static_range(W - 1):
-        new = new + (d_p[a] + close[t + 1][t - a] * first + close_scores[t + (0 if AFTER else 1)][t - a] * d_out,)
+        found = d_p[a] + tl.load(coupling + (s + 1) * N + s - a) * entered
+        new = new + (found + tl.load(score + (s + late) * N + s - a) * d_out,)
     return new + (d_p[W - 1] + done,)
 
 
 @triton.jit
-def _through_residuals(d_p, d_R, close, t: tl.constexpr, W: tl.constexpr):
+def _through_residuals(d_p, d_R, coupling, s, W: tl.constexpr, N: tl.constexpr):
     """Gradient of e, over the gain."""
     new = ()
     for b in tl.static_range(W):
         d_e = d_p[b]
         for a in tl.static_range(1, W):
-            d_e += close[t - min(a - 1, b)][t - max(a - 1, b)] * d_R[a]
+            d_e += tl.load(coupling + (s - min(a - 1, b)) * N + (s - max(a - 1, b))) * d_R[a]
         new = new + (d_e,)
     return new
 
@@ -463,214 +560,129 @@ def _less(rows, others, gain, W: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=[*FIXED, "total"])
-def response_backward_kernel(
-    q, k, head, strength, upto, upto_low, scratch, history, d_responses, final, lead, near_gram, near_score, d_strength, d_log_decay,
+def within_backward_kernel(
+    q, k, head, strength, upto, upto_low, scratch, history, d_blocks, d_couplings, d_strength, d_log_decay,
     docs, chunk_doc, rows, total, T, NC,
-    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BLOCK: tl.constexpr, PITCH: tl.constexpr,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, N: tl.constexpr,
     SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The run over the tokens again, then back to front. scratch: `[programs, 15, C, C]`, history: `[programs, 3, C, W, 2 C]`.
+    """The run over the tokens of every block again, then back to front: the rest of d_couplings, d_strength and more of d_log_decay.
 
-    Left for `coupling_kernel`, a tile each: `final` is hat at the end, `lead` the gradient of what a key reads as it enters
-    (both `[C, 2 C]`), near_gram `[C, W, W]` and near_score `[C, W]` the gradients of products within a window. d_strength is
-    whole, d_log_decay holds what R and p see of each token's decay.
+    scratch: `[programs, 18, N, N]`, history: `[programs, 3, N, W, 2 N]`, of e, p and the gradient of R.
     """
-    hats = scratch + tl.program_id(0).to(tl.int64) * (15 * C * C)
-    coupling, score, past, seen = hats + 2 * C * C, hats + 4 * C * C, hats + 6 * C * C, hats + 8 * C * C
-    d_hats, part_gain, part_kept = hats + 9 * C * C, hats + 11 * C * C, hats + 13 * C * C
-    shown_e = history + tl.program_id(0).to(tl.int64) * (6 * C * C * W)
-    shown_p, shown_R = shown_e + 2 * C * C * W, shown_e + 4 * C * C * W
-    slot, column, near = tl.arange(0, C), tl.arange(0, 2 * C), tl.arange(0, 16)
-    wide = slot[:, None] * (2 * C) + column[None, :]
-    behind = slot[:, None] - slot[None, :]
-    row_at, across = slot[:, None] * C + slot[None, :], slot[None, :] * C + slot[:, None]
-    for index in range(tl.program_id(0).to(tl.int64), total, tl.num_programs(0)):
-        gram, scores, entering, reading, ending = _couplings(
-            q, k, head, strength, upto, upto_low, docs, chunk_doc, rows, index, T, NC,
-            H, K, C, BK, SHIFT, W, AFTER, PLAIN, MASKED, WORK, WIDE, PRECISION,
+    coupling = scratch + tl.program_id(0).to(tl.int64) * (18 * N * N)
+    score, steps, final, lead = coupling + N * N, coupling + 2 * N * N, coupling + 3 * N * N, coupling + 5 * N * N
+    part_gain, part_kept = coupling + 7 * N * N, coupling + 9 * N * N
+    d_hats, near_score, near_gram = coupling + 11 * N * N, coupling + 13 * N * N, coupling + 14 * N * N
+    shown_e = history + tl.program_id(0).to(tl.int64) * (6 * N * N * W)
+    shown_p, shown_R = shown_e + 2 * N * N * W, shown_e + 4 * N * N * W
+    late: tl.constexpr = 0 if AFTER else 1
+    place, near = tl.arange(0, N), tl.arange(0, 2 * N)
+    behind, token = place[:, None] - place[None, :], place >= W - 1
+    own_rows = token[:, None] & (near >= 0)[None, :]
+    all_rows, each = place[:, None] * (2 * N) + near[None, :], place[:, None] * (W * 2 * N) + near[None, :]
+    for number in range(tl.program_id(0).to(tl.int64), total, tl.num_programs(0)):
+        gram, scores, entering, reading, kept, begun, ending = _block(
+            q, k, head, upto, upto_low, coupling, score, steps, final, lead, docs, chunk_doc, rows, number, T, NC,
+            H, K, C, BK, N, SHIFT, W, AFTER, PLAIN, MASKED, WORK, WIDE, PRECISION,
         )  # fmt: skip
-        tl.debug_barrier()  # the chunk before is read no more
-        _keep(coupling, tl.where(entering > 0, gram * entering, tl.where(behind < W, gram, 0.0)), W, C, PITCH)
-        _keep(score, scores, W, C, PITCH)
-        tl.store(seen + row_at, tl.where(reading > 0, scores * reading, 0.0))
-        e, p, own, added = _empty_window(past, W, C)
-        for start in range(0, C, BLOCK):
-            left, all_e, all_p = (), (), ()
-            gains, keeps, uptos = _tokens(upto, upto_low, strength, index * C, start, WIDE, C)
-            close = _rows_near(coupling, start, W, PITCH, BLOCK + W)
-            for i in tl.static_range(BLOCK):
-                all_e = all_e + (e,)
-                p, left, own, e = _advance(
-                    close, past, gains[i], keeps[i], uptos[i], start, i, column, e, p, own, left, W, C
-                )
-                all_p = all_p + (p,)
-            for i in tl.static_range(BLOCK):
-                s = start + i
-                tl.store(hats + (s - (W - 1)) * (2 * C) + column, left[i], mask=column * 0 + s >= W - 1)
-                for a in tl.static_range(W):
-                    at = (s * W + a) * (2 * C) + column
-                    tl.store(shown_e + at, all_e[i][a].to(history.dtype.element_ty))
-                    tl.store(shown_p + at, all_p[i][a].to(history.dtype.element_ty))
-            added = _behind(coupling, hats, past, start, added, W, C, BLOCK, PITCH, PRECISION)
-        d_write, d_read = d_responses + index * (4 * C * C), d_responses + index * (4 * C * C) + 2 * C * C
+        index, part = number // (C // N), number % (C // N)
+        d_writes = d_blocks + (index * (2 * C) + part * N) * (2 * N)
+        d_reads = d_writes + 2 * C * N
+        gains, e_at, p_at, R_at = strength + number * N, shown_e + near, shown_p + near, shown_R + near
+        # of pairs as they leave the window: what is left of them at the end, and what later tokens read of them
+        d_write, d_read = tl.load(d_writes + all_rows).to(tl.float32), tl.load(d_reads + all_rows).to(tl.float32)
+        gone = tl.where(behind <= -(W - 1 + late), tl.load(score + place[None, :] * N + place[:, None]), 0.0)
+        tl.store(d_hats + all_rows, tl.dot(gone, d_read, d_write * ending[:, None], input_precision=PRECISION))
+        e, p = _empty_window(near, W, N)
+        for s in range(W - 1, N):
+            gain, keep = tl.load(gains + s), tl.load(steps + s)
+            _store_rows(e_at + s * (W * 2 * N), e, W, N, WORK)
+            p, weighted = _written(e, p, gain, keep, W)
+            _store_rows(p_at + s * (W * 2 * N), p, W, N, WORK)
+            tl.store(final + (s - (W - 1)) * (2 * N) + near, p[W - 1])
+            e = _older(coupling, final, steps, near, s, e, p, weighted, keep, W, N)
         d_p, d_R = (), ()
         for a in tl.static_range(W - 1):
-            tl.store(hats + (C - 1 - a) * (2 * C) + column, tl.zeros([2 * C], tl.float32))
-            d_p = d_p + (tl.load(d_write + (C - 1 - a) * (2 * C) + column).to(tl.float32),)
-            d_R = d_R + (tl.zeros([2 * C], tl.float32),)
-        d_p, d_R = d_p + (tl.zeros([2 * C], tl.float32),), d_R + (tl.zeros([2 * C], tl.float32),)
+            d_R = d_R + (tl.zeros_like(e[0]),)
+            d_p = d_p + (tl.load(d_writes + (N - 1 - a) * (2 * N) + near).to(tl.float32),)
+        d_p, d_R = d_p + (tl.zeros_like(e[0]),), d_R + (tl.zeros_like(e[0]),)
         tl.debug_barrier()
-        tl.store(final + index * (2 * C * C) + wide, tl.load(hats + wide).to(final.dtype.element_ty))
-        tl.store(lead + index * (2 * C * C) + column, tl.zeros([2 * C], lead.dtype.element_ty))
-        added = tl.where(
-            (slot + W - 1 < C)[:, None], tl.load(d_write + wide).to(tl.float32) * ending[:, None], 0.0
-        )  # of hat
-        added = tl.dot(tl.load(seen + across).to(WORK), tl.load(d_read + wide), added, input_precision=PRECISION)
-        tl.store(d_hats + wide, added)
-        tl.debug_barrier()
-        for done_before in range(0, C, BLOCK):
-            start = C - BLOCK - done_before
-            firsts, all_R, to_gains, to_keeps = (), (), (), ()
-            gains, keeps, _uptos = _tokens(upto, upto_low, strength, index * C, start, WIDE, C)
-            close, close_scores = (
-                _rows_near(coupling, start, W, PITCH, BLOCK + W),
-                _rows_near(score, start, W, PITCH, BLOCK + W),
-            )
-            for back in tl.static_range(BLOCK):
-                s = start + (BLOCK - 1 - back)
-                shown = s if AFTER else s + 1
-                gain, kept = gains[BLOCK - 1 - back], keeps[BLOCK - 1 - back]
-                e = _rows_of(shown_e + s * (W * 2 * C), column, W, C)
-                before = _rows_of(shown_p + tl.maximum(s - 1, 0) * (W * 2 * C), column, W, C)
-                d_out = tl.load(d_read + shown * (2 * C) + column, mask=column * 0 + shown < C, other=0.0).to(
-                    tl.float32
-                )
-                leaving = s - (W - 1)
-                done = tl.load(d_hats + leaving * (2 * C) + column, mask=column * 0 + leaving >= 0, other=0.0)
-                firsts, all_R = firsts + (d_R[0],), all_R + (d_R,)
-                for j in tl.static_range(back + 1):
-                    done += close[BLOCK - j + W - 1][BLOCK - 1 - back] * firsts[j]
-                d_p = _through_write(d_p, d_R[0], done, d_out, close, close_scores, BLOCK - 1 - back + W - 1, AFTER, W)
-                d_e = _through_residuals(d_p, d_R, close, BLOCK - 1 - back + W - 1, W)
-                to_gain, to_kept = d_e[0] * e[0], tl.zeros([2 * C], tl.float32)
-                for a in tl.static_range(1, W):
-                    to_gain += d_e[a] * e[a]
-                    R_before = tl.where(column == s - (a - 1), 1.0, 0.0) - e[a - 1]
-                    to_kept += d_p[a] * before[a - 1] + d_R[a] * R_before
-                to_gains, to_keeps = to_gains + (to_gain,), to_keeps + (to_kept,)
-                d_R = _less(_younger(d_R, kept, W), d_e, gain, W)
-                d_p = _younger(d_p, kept, W)
-            for back in tl.static_range(BLOCK):
-                s = start + (BLOCK - 1 - back)
-                tl.store(part_gain + s * (2 * C) + column, to_gains[back])
-                tl.store(part_kept + s * (2 * C) + column, to_keeps[back])
-                entered = column * 0 + s + 1 < C
-                tl.store(past + (s + 1) * (2 * C) + column, firsts[back], mask=entered)
-                at = lead + index * (2 * C * C) + (s + 1) * (2 * C) + column
-                tl.store(at, firsts[back].to(lead.dtype.element_ty), mask=entered)
-                for a in tl.static_range(W):
-                    at = shown_R + (s * W + a) * (2 * C) + column
-                    tl.store(at, all_R[back][a].to(history.dtype.element_ty))
-            tl.debug_barrier()
-            at = start + 1 + near
-            new = (at < C) & (near < BLOCK)
-            weight = tl.load(
-                coupling + (W - 1) + slot[:, None] + (at * PITCH)[None, :],
-                mask=new[None, :] & (slot >= 0)[:, None],
-                other=0.0,
-            )
-            entered = tl.load(
-                past + at[:, None] * (2 * C) + column[None, :], mask=new[:, None] & (column >= 0)[None, :], other=0.0
-            )
-            added = tl.dot(weight, entered, added, input_precision=PRECISION)
-            following = (slot >= start - BLOCK - (W - 1)) & (slot < start - (W - 1))
-            tl.store(d_hats + wide, added, mask=following[:, None] & (column >= 0)[None, :])
-            tl.debug_barrier()
-        token = slot >= W - 1
-        gain, since, until, _total = _gates(strength, upto, upto_low, index, WIDE, C)
-        tl.store(d_strength + index * C + slot, tl.where(token, tl.sum(tl.load(part_gain + wide), 1), 0.0))
-        d_step = tl.sum(tl.load(part_kept + wide), 1) * tl.exp((since - until).to(tl.float32))
-        tl.store(d_log_decay + index * C + slot, tl.where(token, d_step, 0.0))
-        for begin in range(0, C, 16):  # so many rows that each is loaded once
-            rows_, shown = begin + near, begin + near + (0 if AFTER else 1)
-            each = rows_[:, None] * (W * 2 * C) + column[None, :]
-            wide_d = shown[:, None] * (2 * C) + column[None, :]
-            d_out = tl.load(d_read + wide_d, mask=(shown < C)[:, None] & (column >= 0)[None, :], other=0.0).to(
-                tl.float32
-            )
-            d_first = tl.load(shown_R + each).to(tl.float32)
-            near_at = near_gram + (index * C + rows_) * (W * W)
-            for b in tl.static_range(W - 1):
-                ours = tl.load(shown_p + each + b * (2 * C)).to(tl.float32)
-                tl.store(near_at + b, tl.sum(d_first * ours, 1))
-                tl.store(near_score + (index * C + rows_) * W + b, tl.sum(d_out * ours, 1))
-            theirs = ()
+        for back in range(0, N - W + 1):
+            s = N - 1 - back
+            gain, keep = tl.load(gains + s), tl.load(steps + s)
+            e = _rows_of(e_at + s * (W * 2 * N), W, N)
+            d_out = tl.load(d_reads + (s + late) * (2 * N) + near, mask=near * 0 + s + late < N, other=0.0)
+            done = tl.load(d_hats + (s - (W - 1)) * (2 * N) + near)
+            for t in tl.static_range(W, N):
+                weight = tl.where(t > s, tl.load(coupling + t * N + s - (W - 1)), 0.0)
+                done += weight * tl.load(lead + t * (2 * N) + near)
+            _store_rows(R_at + s * (W * 2 * N), d_R, W, N, WORK)
+            d_p = _through_write(d_p, d_R[0], done, d_out.to(tl.float32), coupling, score, s, late, W, N)
+            d_e = _through_residuals(d_p, d_R, coupling, s, W, N)
+            to_gain, to_kept = d_e[0] * e[0], tl.zeros_like(e[0])
             for a in tl.static_range(1, W):
-                theirs = theirs + (tl.load(shown_R + each + a * (2 * C)).to(tl.float32),)
-            for b in tl.static_range(W):
-                ours = (
-                    tl.load(shown_e + each + b * (2 * C)).to(tl.float32)
-                    * tl.load(strength + index * C + rows_)[:, None]
-                )
-                for a in tl.static_range(1, W):
-                    tl.store(near_at + a * W + b, tl.sum(theirs[a - 1] * ours, 1))
-
-
-@triton.jit(do_not_specialize=FIXED)
-def coupling_kernel(
-    q, k, head, strength, upto, upto_low, d_responses, final, lead, near_gram, near_score, d_couplings, d_log_decay,
-    docs, chunk_doc, rows, T, NC,
-    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """d_couplings `[M * H, 2, C, C]`: gradients of the Gram matrix, both orders of a pair added up, and of the scores."""
-    index = tl.program_id(0).to(tl.int64)
-    gram, scores, entering, reading, ending = _couplings(
-        q, k, head, strength, upto, upto_low, docs, chunk_doc, rows, index, T, NC,
-        H, K, C, BK, SHIFT, W, AFTER, PLAIN, MASKED, WORK, WIDE, PRECISION,
-    )  # fmt: skip
-    slot, column = tl.arange(0, C), tl.arange(0, 2 * C)
-    wide = slot[:, None] * (2 * C) + column[None, :]
-    behind = slot[:, None] - slot[None, :]
-    hat = tl.load(final + index * (2 * C * C) + wide)
-    first_rows = tl.load(lead + index * (2 * C * C) + wide)
-    d_write, d_read = d_responses + index * (4 * C * C), d_responses + index * (4 * C * C) + 2 * C * C
-    d_far = tl.where(behind >= W, tl.dot(first_rows, tl.trans(hat), input_precision=PRECISION), 0.0) * entering
-    d_far_t = tl.where(behind <= -W, tl.dot(hat, tl.trans(first_rows), input_precision=PRECISION), 0.0)
-    d_score = tl.dot(tl.load(d_read + wide), tl.trans(hat), input_precision=PRECISION) * reading
-    # every pair decays over the steps between: add exactly those
-    spans = tl.dot(tl.where(behind < 0, 1.0, 0.0), d_far * gram, input_precision=PRECISION)
-    crossed = behind <= 0 if AFTER else behind < 0
-    spans = tl.dot(tl.where(crossed, 1.0, 0.0), d_score * scores, spans, input_precision=PRECISION)
-    d_ending = tl.sum(tl.load(d_write + wide).to(tl.float32) * hat.to(tl.float32), 1) * ending
-    d_ending = tl.where(slot + W - 1 < C, d_ending, 0.0)
-    d_step = tl.sum(tl.where(behind >= W, spans + d_ending[None, :], 0.0), 1)
-    _gain, since, until, _total = _gates(strength, upto, upto_low, index, WIDE, C)
-    fresh = tl.sum(tl.where(column[None, :] == C + slot[:, None], first_rows.to(tl.float32), 0.0), 1) * tl.exp(
-        until.to(tl.float32)
-    )
-    d_step += tl.cumsum(fresh, 0, reverse=True) - fresh
-    d_step += tl.load(d_log_decay + index * C + slot)
-    tl.store(d_log_decay + index * C + slot, tl.where(slot >= W - 1, d_step, 0.0))
-
-    d_gram = d_far + d_far_t * tl.trans(entering)
-    near_gram, near_score = near_gram + index * (C * W * W), near_score + index * (C * W)
-    for apart in tl.static_range(W):
-        both = tl.zeros([C], tl.float32)
-        for a in tl.static_range(W):
-            for b in tl.static_range(W):
-                # slots s + 1 - a and s - b; the older one is `slot`
-                if (b + 1 - a == apart or a - b - 1 == apart) and (a > 0 or b < W - 1):
-                    s = slot + max(a - 1, b)
-                    both += tl.load(near_gram + s * (W * W) + a * W + b, mask=(s < C) & (s >= W - 1), other=0.0)
-        d_gram += tl.where(behind == apart, both[None, :], 0.0) + tl.where(behind == -apart, both[:, None], 0.0)
-    for a in tl.static_range(W - 1):
-        s = slot + a
-        own = tl.load(near_score + s * W + a, mask=(s < C) & (s >= W - 1), other=0.0)
-        d_score += tl.where(behind == (a if AFTER else a + 1), own[None, :], 0.0)
-    at = d_couplings + index * (2 * C * C) + slot[:, None] * C + slot[None, :]
-    tl.store(at, d_gram.to(d_couplings.dtype.element_ty))
-    tl.store(at + C * C, d_score.to(d_couplings.dtype.element_ty))
+                to_gain += d_e[a] * e[a]
+                to_kept += d_R[a] * (tl.where(near == s - (a - 1), 1.0, 0.0) - e[a - 1])
+                before = p_at + (s - 1) * (W * 2 * N) + (a - 1) * (2 * N)
+                to_kept += d_p[a] * tl.load(before, mask=near * 0 + s > W - 1, other=0.0).to(tl.float32)
+            tl.store(part_gain + s * (2 * N) + near, to_gain)
+            tl.store(part_kept + s * (2 * N) + near, to_kept)
+            d_R = _less(_younger(d_R, keep, W), d_e, gain, W)
+            d_p = _younger(d_p, keep, W)
+            # d_R[0] is of what this token's key reads, as far as it is later written; its own entry is in R
+            tl.store(lead + s * (2 * N) + near, d_R[0], mask=near * 0 + s > W - 1)
+        tl.debug_barrier()
+        d_gain = tl.sum(tl.load(part_gain + all_rows, mask=own_rows, other=0.0), 1)
+        tl.store(d_strength + number * N + place, d_gain)
+        d_step = tl.sum(tl.load(part_kept + all_rows, mask=own_rows, other=0.0), 1) * kept
+        # within the window
+        d_out = tl.load(d_reads + all_rows + late * (2 * N), mask=own_rows & (place + late < N)[:, None], other=0.0)
+        d_first = tl.load(shown_R + each, mask=own_rows, other=0.0).to(tl.float32)
+        gain = tl.load(gains + place)
+        for b in tl.static_range(W - 1):
+            ours = tl.load(shown_p + each + b * (2 * N), mask=own_rows, other=0.0).to(tl.float32)
+            tl.store(near_gram + place * (W * W) + b, tl.sum(d_first * ours, 1))
+            tl.store(near_score + place * W + b, tl.sum(d_out.to(tl.float32) * ours, 1))
+        for b in tl.static_range(W):
+            ours = tl.load(shown_e + each + b * (2 * N), mask=own_rows, other=0.0).to(tl.float32) * gain[:, None]
+            for a in tl.static_range(1, W):
+                theirs = tl.load(shown_R + each + a * (2 * N), mask=own_rows, other=0.0).to(tl.float32)
+                tl.store(near_gram + place * (W * W) + a * W + b, tl.sum(theirs * ours, 1))
+        # out of the window
+        hat, leads = tl.load(final + all_rows), tl.load(lead + all_rows)
+        d_gram = tl.dot(leads, tl.trans(hat), input_precision=PRECISION) * entering
+        d_score = tl.dot(d_read, tl.trans(hat), input_precision=PRECISION) * reading
+        spans = tl.dot(tl.where(behind < 0, 1.0, 0.0), d_gram * gram, input_precision=PRECISION)
+        crossed = behind <= 0 if AFTER else behind < 0
+        spans = tl.dot(tl.where(crossed, 1.0, 0.0), d_score * scores, spans, input_precision=PRECISION)
+        d_ending = tl.where(place + (W - 1) < N, tl.sum(d_write * hat, 1) * ending, 0.0)
+        d_step += tl.sum(tl.where(behind >= W, spans + d_ending[None, :], 0.0), 1)
+        fresh = tl.sum(tl.where(near[None, :] == N + place[:, None], leads, 0.0), 1) * begun
+        d_step += tl.sum(tl.where(behind < 0, fresh[None, :], 0.0), 1)
+        d_step += tl.load(d_log_decay + number * N + place)
+        tl.store(d_log_decay + number * N + place, tl.where(token, d_step, 0.0))
+        tl.debug_barrier()
+        for apart in tl.static_range(W):
+            both = tl.zeros([N], tl.float32)
+            for a in tl.static_range(W):
+                for b in tl.static_range(W):
+                    # slots s + 1 - a and s - b; the older one is `place`
+                    if (b + 1 - a == apart or a - b - 1 == apart) and (a > 0 or b < W - 1):
+                        s = place + max(a - 1, b)
+                        both += tl.load(near_gram + s * (W * W) + a * W + b, mask=(s < N) & (s >= W - 1), other=0.0)
+            d_gram += tl.where(behind == apart, both[None, :], 0.0)
+        for a in tl.static_range(W - 1):
+            s = place + a
+            found = tl.load(near_score + s * W + a, mask=(s < N) & (s >= W - 1), other=0.0)
+            d_score += tl.where(behind == (a if AFTER else a + 1), found[None, :], 0.0)
+        # both orders of a pair
+        at = d_couplings + index * (2 * C * C) + part * (N * C + N) + place[:, None] * C + place[None, :]
+        d_gram = tl.where(behind == 0, 2.0 * d_gram, d_gram).to(WORK)
+        tl.store(at, d_gram, mask=behind >= 0)
+        across = d_couplings + index * (2 * C * C) + part * (N * C + N) + place[None, :] * C + place[:, None]
+        tl.store(across, d_gram, mask=behind > 0)
+        tl.store(at + C * C, d_score.to(WORK))
 
 
 @triton.jit(do_not_specialize=FIXED)
@@ -689,7 +701,7 @@ def window_gradient_kernel(
     )
     slot = tl.arange(0, C)
     own = _own_slots(docs, chunk_doc, c, T, NC, W, PLAIN, C)
-    targets = tl.where(own, targets, carry_k + (index * (W - 1) + slot) * K)
+    targets = tl.where(own, targets, carry_k + _carried(index, W, C) * K)
     _gain, since, until, total = _gates(strength, upto, upto_low, index, WIDE, C)
     outs = tl.exp((since if AFTER else until).to(tl.float32))
     square = d_couplings + index * (2 * C * C)
@@ -731,32 +743,31 @@ def window_gradient_kernel(
         )
     d_step = tl.load(d_log_decay + index * C + slot) + d_kept * tl.exp(total.to(tl.float32))
     d_step += tl.cumsum(d_read, 0, reverse=True) - (0.0 if AFTER else d_read)
-    tl.store(d_log_decay + index * C + slot, tl.where(slot >= W - 1, d_step, 0.0))
+    tl.store(d_log_decay + index * C + slot, tl.where(slot % 16 >= W - 1, d_step, 0.0))
 
 
 @triton.jit(do_not_specialize=FIXED)
 def carry_kernel(
     d_k, d_head, d_v, d_head_v, first, carry_k, carry_v, docs, chunk_doc, rows, T, NC,
-    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BW: tl.constexpr,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what a chunk found for the last pairs of the chunk before it."""
+    """Add what a block found for the last pairs of the block before it."""
     index = tl.program_id(0).to(tl.int64)
     c, h = index // H, index % H
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
-    slot = tl.arange(0, BW)
-    rank = i * (C - W + 1) - (W - 1) + slot
-    shared = (slot < W - 1) & (slot * 0 + i > 0)
+    slot, rank = tl.arange(0, C), slots_of(i, W, C, 16)[1]
+    shared, at = ~_own_slots(docs, chunk_doc, c, T, NC, W, PLAIN, C), _carried(index, W, C)
     to, ok = key_pointers(d_k, d_head, rows, n, start, length, h, rank, H, K, W, SHIFT, MASKED)
     column = tl.arange(0, BK)
     where = (shared & ok)[:, None] & (column < K)[None, :]
-    extra = tl.load(carry_k + ((index * (W - 1) + slot) * K)[:, None] + column[None, :], mask=where, other=0.0)
+    extra = tl.load(carry_k + (at * K)[:, None] + column[None, :], mask=where, other=0.0)
     total = tl.load(to[:, None] + column[None, :], mask=where, other=0.0).to(tl.float32) + extra.to(tl.float32)
     tl.store(to[:, None] + column[None, :], total.to(d_k.dtype.element_ty), mask=where)
     to, ok = value_pointers(d_v, d_head_v, rows, n, start, length, tl.load(first + n), h, rank, H, V, W, SHIFT, MASKED)
     column = tl.arange(0, BV)
     where = (shared & ok)[:, None] & (column < V)[None, :]
-    extra = tl.load(carry_v + ((index * (W - 1) + slot) * V)[:, None] + column[None, :], mask=where, other=0.0)
+    extra = tl.load(carry_v + (at * V)[:, None] + column[None, :], mask=where, other=0.0)
     total = tl.load(to[:, None] + column[None, :], mask=where, other=0.0).to(tl.float32) + extra.to(tl.float32)
     tl.store(to[:, None] + column[None, :], total.to(d_v.dtype.element_ty), mask=where)
 
@@ -764,9 +775,16 @@ def carry_kernel(
 PROGRAMS = 264  # two for each multiprocessor of an H200; each goes over many chunks with the same scratch
 
 
-def _rows_a_block(q: Tensor, form: Form) -> int:
-    """Tokens that the run over them unrolls: more are faster, and take longer to compile."""
-    return (8 if q.dtype == torch.bfloat16 else 4) // (1 if form.window <= 4 else 2)
+RUNS = 1056  # eight; of one warp
+
+
+def blocks_of(tiles: int) -> int:
+    return tiles * (CHUNK // BLOCK)
+
+
+def blocks_like(q: Tensor, chunks: int) -> Tensor:
+    """An empty tensor for what `response_kernel` finds of blocks."""
+    return q.new_empty(chunks * q.shape[2], 2, CHUNK, 2 * BLOCK, dtype=work_dtype(q))
 
 
 def window_forward(
@@ -782,14 +800,15 @@ def window_forward(
     S: Tensor,
     ranks: Ranks,
     form: Form,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output, new state, the responses of every chunk `[M * H, 4, C, C]`, residual_t and borders_t; arguments as in
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Output, new state, the responses of every chunk `[M * H, 4, C, C]`, those of its blocks, residual_t and borders_t; arguments as in
     `delta.delta_forward`."""
     heads, M = q.shape[2], ranks.chunks * q.shape[2]
     V, C, (responses, residual_t, borders_t) = v.shape[3], CHUNK, kept_like(q, v, ranks.chunks, (4,))
+    blocks = blocks_like(q, ranks.chunks)
     from_S = q.new_empty(M, C, q.shape[3], dtype=responses.dtype)
-    programs = min(PROGRAMS, M)
-    scratch = q.new_zeros(programs, 12, C, C, dtype=torch.float32)  # finite: rows beside a matrix are read, and times 0
+    programs = min(RUNS, blocks_of(M))
+    scratch = q.new_empty(programs, 7, BLOCK, BLOCK, dtype=torch.float32)
     o, S_out = (torch.empty_like if ranks.rows is None else torch.zeros_like)(v), torch.empty_like(S)
     given = {
         "q": q,
@@ -800,19 +819,21 @@ def window_forward(
         "first": first,
         "o": o,
         "scratch": scratch,
-        "total": M,
+        "blocks": blocks,
+        "total": blocks_of(M),
     }
     given |= {"strength": strength, "upto": upto, "upto_low": upto_low, "responses": responses, "from_S": from_S}
     given |= {"from_v_t": residual_t, "residual_t": residual_t, "borders_t": borders_t, "S_in": S, "S_out": S_out}
     with on_device(q):
-        settings = {"BLOCK": _rows_a_block(q, form), "PITCH": CHUNK + 16, **_settings("response", q, v, ranks, form)}
-        launch(response_kernel, (programs,), **given, **settings)
+        settings = {"N": BLOCK, **_settings("response", q, v, ranks, form)}
+        launch(run_kernel, (programs,), **given, **{**settings, "num_warps": 1})
+        launch(response_kernel, (M,), **given, **settings)
         launch(apply_kernel, (M,), **given, **_settings("apply", q, v, ranks, form))
         settings = _settings("scan", q, v, ranks, form)
         launch(scan_kernel, (parts(V, settings["BV"]), ranks.documents * heads), **given, **settings)
         settings = _settings("window_read", q, v, ranks, form)
         launch(window_read_kernel, (M, parts(V, settings["BV"])), **given, **settings)
-    return o, S_out, responses, residual_t, borders_t
+    return o, S_out, responses, blocks, residual_t, borders_t
 
 
 def window_backward(
@@ -826,6 +847,7 @@ def window_backward(
     upto: Tensor,
     upto_low: Tensor,
     responses: Tensor,
+    blocks: Tensor,
     residual_t: Tensor,
     borders_t: Tensor,
     d_o: Tensor,
@@ -835,7 +857,7 @@ def window_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, head_x, v, head_v, strength, the log-decay of every token (`[M, H, C]`), and S."""
     heads, M = q.shape[2], ranks.chunks * q.shape[2]
-    (K, V), C, work, shared = (q.shape[3], v.shape[3]), CHUNK, work_dtype(q), form.window - 1
+    (K, V), C, work, shared = (q.shape[3], v.shape[3]), CHUNK, work_dtype(q), CHUNK // BLOCK * (form.window - 1)
     to_r, d_residual_t, d_o_t, d_borders_t = (
         q.new_empty(M, *size, dtype=work) for size in ((C, K), (V, C), (V, C), (V, K))
     )
@@ -848,6 +870,7 @@ def window_backward(
         "first": first,
         "d_o": d_o,
         "responses": responses,
+        "blocks": blocks,
     }
     given |= {
         "strength": strength,
@@ -858,7 +881,7 @@ def window_backward(
     }
     given |= {"d_residual_t": d_residual_t, "d_borders_t": d_borders_t}
     passed = {"to_r": to_r, "from_o_t": d_residual_t, "d_o_t": d_o_t}
-    d_S, programs = torch.empty_like(d_S_out), min(PROGRAMS, M)
+    d_S, programs, runs = torch.empty_like(d_S_out), min(PROGRAMS, M), min(RUNS, blocks_of(M))
     with on_device(q):
         launch(window_transposed_kernel, (M,), **given, **passed, **_settings("apply", q, v, ranks, form))
         settings = _settings("scan_backward", q, v, ranks, form)
@@ -876,27 +899,20 @@ def window_backward(
         }
         launch(window_product_kernel, (M,), **given, **_settings("window_product", q, v, ranks, form))
         d_strength, d_log_decay = torch.empty_like(strength), torch.empty_like(upto)
-        final, lead = q.new_empty(M, C, 2 * C, dtype=work), q.new_empty(M, C, 2 * C, dtype=work)
-        near_gram, near_score = (
-            strength.new_empty(M, C, form.window, form.window),
-            strength.new_empty(M, C, form.window),
-        )
-        given |= {"d_strength": d_strength, "d_log_decay": d_log_decay, "final": final, "lead": lead}
-        given |= {"near_gram": near_gram, "near_score": near_score}
-        scratch = q.new_zeros(programs, 15, C, C, dtype=torch.float32)
-        history = q.new_empty(programs, 3, C, form.window, 2 * C, dtype=work)
-        settings = {
-            "BLOCK": _rows_a_block(q, form) // 2,
-            "PITCH": CHUNK + 16,
-            **_settings("response", q, v, ranks, form),
-        }
-        launch(response_backward_kernel, (programs,), **given, scratch=scratch, history=history, total=M, **settings)
-        del scratch, history
-        launch(coupling_kernel, (M,), **given, **_settings("coupling", q, v, ranks, form))
+        given |= {"d_strength": d_strength, "d_log_decay": d_log_decay, "d_blocks": torch.empty_like(blocks)}
+        settings = {"N": BLOCK, **_settings("response", q, v, ranks, form)}
+        scratch = q.new_empty(programs, 6, C, C, dtype=torch.float32)
+        launch(between_backward_kernel, (programs,), **given, scratch=scratch, total=M, **settings)
+        del given["d_responses"], d_responses
+        scratch = q.new_empty(runs, 18, BLOCK, BLOCK, dtype=torch.float32)
+        history = q.new_empty(runs, 3, BLOCK, form.window, 2 * BLOCK, dtype=work)
+        settings |= {"total": blocks_of(M), "num_warps": 1}
+        launch(within_backward_kernel, (runs,), **given, scratch=scratch, history=history, **settings)
+        del scratch, history, given["d_blocks"]
         d_q = (torch.empty_like if ranks.rows is None else torch.zeros_like)(q)
         d_k, d_head_x, carry_k = torch.zeros_like(k), torch.zeros_like(head_x), q.new_empty(M, shared, K)
         given |= {"d_q": d_q, "d_k": d_k, "d_head": d_head_x, "carry_k": carry_k}
         launch(window_gradient_kernel, (M,), **given, **_settings("window_gradient", q, v, ranks, form))
         settings = {**_settings("apply", q, v, ranks, form), "BK": block(K), "BV": block(V)}
-        launch(carry_kernel, (M,), **given, BW=1 << (form.window - 1).bit_length(), **settings)
+        launch(carry_kernel, (M,), **given, **settings)
     return d_q, d_k, d_head_x, d_v, d_head_v, d_strength, d_log_decay, d_S
