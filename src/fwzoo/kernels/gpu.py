@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -47,6 +48,17 @@ def parts(size: int, block: int) -> int:
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """The device of `x` made current, so that a launch goes there."""
     return torch.cuda.device_of(x) if x.is_cuda else contextlib.nullcontext()
+
+
+@functools.cache
+def _shared_memory(device: int) -> int:
+    properties = triton.runtime.driver.active.utils.get_device_properties(device)
+    return int(properties["max_shared_mem"])
+
+
+def roomy(x: Tensor) -> bool:
+    """Whether a program on the device of `x` has the shared memory of a Hopper card, or is interpreted."""
+    return INTERPRETING or _shared_memory(x.get_device()) >= 200 * 1024
 
 
 class _Parameters(NamedTuple):

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gpu import Prepared, block, parts, power, read
+from ..gpu import Prepared, block, parts, power, read, roomy
 from .rules import FROBENIUS_EPS, NEWTON_SCHULZ
 
 SQUARES = 4096  # numbers of a matrix that a program sums or scales
@@ -82,7 +82,7 @@ def _product(
 ) -> Prepared:  # fmt: skip
     """What fills `out` with `_product_kernel`."""
     (count, rows, columns), inner, narrow = out.shape, a.shape[2], a.dtype == torch.bfloat16
-    most = (32, 32) if not narrow else (128, 128) if symmetric else (256, 128)
+    most = (32, 32) if not narrow else (64, 64) if not roomy(a) else (128, 128) if symmetric else (256, 128)
     bi, bj = (min(block(size), limit) for size, limit in zip((rows, columns), most, strict=True))
     if symmetric:
         bi = bj = min(bi, bj)

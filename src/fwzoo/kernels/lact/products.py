@@ -14,21 +14,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gpu import INTERPRET, Prepared, block, dot, parts
+from ..gpu import INTERPRET, Prepared, block, dot, parts, roomy
 
 UNITS, SUMS = (128, 128, 64, 4), (128, 256, 64, 3)
 """Rows, columns and inner width of a tile of 16-bit products, and stages, in both kernels."""
 
 
-def _tile(dtype: torch.dtype, most: tuple[int, ...], *sizes: int) -> dict[str, int]:
-    """Widths of a tile for sizes; float32, whose products take three times the registers, has half of `most`."""
+def _tile(x: Tensor, most: tuple[int, ...], *sizes: int) -> dict[str, int]:
+    """Widths of a tile for sizes, at most; half of it for float32, whose products take three times the registers, and on small cards."""
     *widths, stages = most
+    whole = x.dtype == torch.bfloat16 and roomy(x)
     rows, columns, inner = (
-        min(block(size), width if dtype == torch.bfloat16 else width // 2)
-        for size, width in zip(sizes, widths, strict=True)
+        min(block(n), width if whole else width // 2) for n, width in zip(sizes, widths, strict=True)
     )
     warps = 8 if rows * columns >= 128 * 128 else 4
-    return {"BI": rows, "BJ": columns, "BK": inner, "num_warps": warps, "num_stages": stages}
+    return {"BI": rows, "BJ": columns, "BK": inner, "num_warps": warps, "num_stages": stages if roomy(x) else 3}
 
 
 @triton.jit
@@ -217,7 +217,7 @@ class Products:
             "chunk": chunk, "D": size, "M": hidden, "PER_CHANNEL": rates is not None and rates.shape[2] > 1,
             "WRITES": writes, **strides,
         }  # fmt: skip
-        tile = _tile(q.dtype, UNITS, chunk, hidden, size)
+        tile = _tile(q, UNITS, chunk, hidden, size)
         reads = rows * parts(chunk, tile["BI"]) * parts(hidden, tile["BJ"])
         varying = ("q", "weights", "first", *(("k", "v") if writes else ()))
         self._units = Prepared(
@@ -232,7 +232,7 @@ class Products:
         rows_most, columns_most, *others = SUMS
         columns_most = 128 if shared["PER_CHANNEL"] else columns_most  # scaled keys go through shared memory once more
         longest = max(size, hidden)
-        tile = _tile(q.dtype, (rows_most, columns_most, *others), longest, longest, max(chunk, hidden))
+        tile = _tile(q, (rows_most, columns_most, *others), longest, longest, max(chunk, hidden))
         of_weights = (
             parts(x, tile["BI"]) * parts(y, tile["BJ"]) for x, y in ((hidden, size), (hidden, size), (size, hidden))
         )
