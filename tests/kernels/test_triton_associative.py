@@ -150,7 +150,7 @@ def test_sixteen_bit(name: str) -> None:
     """Their gradients take another way than those of float32, so the errors are looked at beside bfloat16's own rounding."""
     sizes = {"heads": 1, "k_size": 5, "v_size": 3}
     arguments = draw(name, batch=1, tokens=70, **sizes)
-    if name in ("falcon2", "falcon2a"):
+    if name.startswith("falcon"):
         # a decay of 1/192 divides the gradient of beta
         arguments["ridge"][:], arguments["beta"][:, 9::7] = 2, 1.4921875
     given = as_given(name, arguments, a_state(name, 1, **sizes))
@@ -296,8 +296,8 @@ def test_options_of_columns_in_sixteen_bits(options: dict[str, Any]) -> None:
 @gpu
 @pytest.mark.parametrize("options", [{}, {"timing": "read_before_write"}], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize("name", ["falcon2", "falcon2a"])
-def test_low_decays_of_columns_in_sixteen_bits(name: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", (*RULES, "falcon2"))
+def test_low_decays_in_sixteen_bits(name: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
     """Segments of several chunks, of which some have decays just above the floor."""
     arguments = draw(name, batch=1, tokens=3000, heads=12, k_size=64, v_size=128)
     arguments["ridge"][:, 500:], arguments["beta"][:, 501::20] = 2, 1.4921875
