@@ -498,7 +498,7 @@ def _moving(state: FalconState) -> tuple[Tensor, ...]:
 
 
 def _energies(q: Tensor, k: Tensor, state: FalconState, mask: Tensor | None, options: Options) -> Tensor | None:
-    """falcon3's energies before they are divided by the number of pairs `[N, T, H]`; None where the step sums them itself."""
+    """falcon3's energies before they are divided by the number of pairs `[N, T, H]`; None where the step makes them itself."""
     if not (options.needs_energy and options.rule.regression and options.window > 1) or _many(q):
         return None
     (batch, tokens, heads, k_size), few = q.shape, 2
