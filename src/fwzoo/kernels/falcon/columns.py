@@ -75,7 +75,7 @@ def _unclamped(gain, upto, upto_low, at, DIVIDE: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _decay_over(chosen, log_decay, PRECISION: tl.constexpr = "tf32x3"):
+def _decay_over(chosen, log_decay, PRECISION: tl.constexpr):
     """exp of the sums of log-decays `[C, BV]` over chosen rows `[C, C]`: sums, never differences of sums."""
     chosen = tl.where(chosen, 1.0, 0.0).to(log_decay.dtype)
     return tl.exp(tl.minimum(tl.dot(chosen, log_decay, input_precision=PRECISION), 0.0))
@@ -160,9 +160,9 @@ def _column_states(
         x = read(lp[:, None] + dk[None, :], lok[:, None] & (dk < K)[None, :])
         y = read(rp[:, None] + dv[None, :], rok[:, None] & (dv < V)[None, :])
         if BACK:
-            w = _decay_over(e[:, None] - e[None, :] >= 1 - AFTER, log_decay.to(x.dtype))
+            w = _decay_over(e[:, None] - e[None, :] >= 1 - AFTER, log_decay.to(x.dtype), "tf32x3")
         else:
-            w = eta * _decay_over(e[None, :] > e[:, None], log_decay.to(x.dtype))
+            w = eta * _decay_over(e[None, :] > e[:, None], log_decay.to(x.dtype), "tf32x3")
         S = S * tl.exp(u_end)[None, :] + dot(tl.trans(x), (y.to(tl.float32) * w).to(x.dtype))
         sum_u += u_end
     own = state + ((q * H + h) * K + dk)[:, None] * V + dv[None, :]
@@ -487,7 +487,7 @@ def _column_scores(
             same = tl.sum(g.to(tl.float32) * b.to(tl.float32), 1)
             found += tl.where(e[:, None] == e[None, :], same[:, None], 0.0)
         for level in range(LEVELS):
-            F = _decay_over(_between(e[:, None], e[None, :], level, AFTER), log_decay)
+            F = _decay_over(_between(e[:, None], e[None, :], level, AFTER), log_decay, "tf32x3")
             more = dot((F * g).to(y.dtype), tl.trans((F * b).to(y.dtype)))
             found += tl.where(_crosses(e[:, None], e[None, :], level), more, 0.0)
     tl.store(scores + (at + e)[:, None] * C + e[None, :], found)
@@ -560,8 +560,8 @@ def _column_keys(
         y = read(vp[:, None] + dv[None, :], vok[:, None] & in_v)
         g = read(d_o + row[:, None] * V + dv[None, :], token[:, None] & in_v)
         log_decay = log_decay.to(y.dtype)
-        g_start = (g * _decay_over(e[:, None] - e[None, :] >= 1 - AFTER, log_decay)).to(y.dtype)
-        b_end = (y.to(tl.float32) * eta * _decay_over(e[None, :] > e[:, None], log_decay)).to(y.dtype)
+        g_start = (g * _decay_over(e[:, None] - e[None, :] >= 1 - AFTER, log_decay, "tf32x3")).to(y.dtype)
+        b_end = (y.to(tl.float32) * eta * _decay_over(e[None, :] > e[:, None], log_decay, "tf32x3")).to(y.dtype)
         if BACK:
             z = read(query + row[:, None] * K + dk[None, :], token[:, None] & in_k)
             weight = read(scores + at * C + e[:, None] + e[None, :] * C, e[:, None] >= 0)
