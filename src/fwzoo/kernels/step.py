@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .contract import may_overwrite_states
-from .falcon.eigenvalues import top_direction
+from .falcon.eigenvalues import top_direction, top_value
 from .falcon.rules import FalconState, Options
 from .gpu import block, launch, on_device, parts, read
 
@@ -149,7 +149,7 @@ def _energy_of(energies, token, x, GATED: tl.constexpr, WINDOW: tl.constexpr, TO
     if energies is not None:
         summed = tl.load(energies + token)
     elif GATED and NEEDED and TOP and WINDOW > 1:
-        summed, _u = top_direction(_gram(x, WINDOW), WINDOW)
+        summed = top_value(_gram(x, WINDOW), WINDOW)
     elif GATED and NEEDED:
         square = x[0].to(tl.float32) * x[0].to(tl.float32)
         for j in tl.static_range(1, WINDOW):
