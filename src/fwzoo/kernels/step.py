@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .contract import may_overwrite_states
-from .falcon.eigenvalues import top_direction
+from .falcon.eigenvalues import top_direction, top_value
 from .falcon.rules import FalconState, Options
 from .gpu import block, launch, on_device, parts, read
 
@@ -149,7 +149,7 @@ def _energy_of(energies, token, x, GATED: tl.constexpr, WINDOW: tl.constexpr, TO
     if energies is not None:
         summed = tl.load(energies + token)
     elif GATED and NEEDED and TOP and WINDOW > 1:
-        summed, _u = top_direction(_gram(x, WINDOW), WINDOW)
+        summed = top_value(_gram(x, WINDOW), WINDOW)
     elif GATED and NEEDED:
         square = x[0].to(tl.float32) * x[0].to(tl.float32)
         for j in tl.static_range(1, WINDOW):
@@ -498,7 +498,7 @@ def _moving(state: FalconState) -> tuple[Tensor, ...]:
 
 
 def _energies(q: Tensor, k: Tensor, state: FalconState, mask: Tensor | None, options: Options) -> Tensor | None:
-    """falcon3's energies before they are divided by the number of pairs `[N, T, H]`; None where the step sums them itself."""
+    """falcon3's energies before they are divided by the number of pairs `[N, T, H]`; None where the step makes them itself."""
     if not (options.needs_energy and options.rule.regression and options.window > 1) or _many(q):
         return None
     (batch, tokens, heads, k_size), few = q.shape, 2

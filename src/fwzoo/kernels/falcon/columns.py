@@ -51,6 +51,11 @@ def cut(kind: str, rows: int, columns: int) -> int:
     return min(64, block(columns), max(16, ROOM[kind] // block(rows)))
 
 
+def low_columns(rows: int, columns: int) -> int:
+    """Columns that a program of `Columns.low_values` holds, of a block of `columns`."""
+    return min(columns, 32 if block(rows) <= 128 else 16)
+
+
 @triton.jit
 def _gains(beta, row, token, dv, V: tl.constexpr):
     """Gain of every token and column, `[C, BV]`."""
@@ -70,7 +75,7 @@ def _unclamped(gain, upto, upto_low, at, DIVIDE: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _decay_over(chosen, log_decay, PRECISION: tl.constexpr = "tf32x3"):
+def _decay_over(chosen, log_decay, PRECISION: tl.constexpr):
     """exp of the sums of log-decays `[C, BV]` over chosen rows `[C, C]`: sums, never differences of sums."""
     chosen = tl.where(chosen, 1.0, 0.0).to(log_decay.dtype)
     return tl.exp(tl.minimum(tl.dot(chosen, log_decay, input_precision=PRECISION), 0.0))
@@ -155,9 +160,9 @@ def _column_states(
         x = read(lp[:, None] + dk[None, :], lok[:, None] & (dk < K)[None, :])
         y = read(rp[:, None] + dv[None, :], rok[:, None] & (dv < V)[None, :])
         if BACK:
-            w = _decay_over(e[:, None] - e[None, :] >= 1 - AFTER, log_decay.to(x.dtype))
+            w = _decay_over(e[:, None] - e[None, :] >= 1 - AFTER, log_decay.to(x.dtype), "tf32x3")
         else:
-            w = eta * _decay_over(e[None, :] > e[:, None], log_decay.to(x.dtype))
+            w = eta * _decay_over(e[None, :] > e[:, None], log_decay.to(x.dtype), "tf32x3")
         S = S * tl.exp(u_end)[None, :] + dot(tl.trans(x), (y.to(tl.float32) * w).to(x.dtype))
         sum_u += u_end
     own = state + ((q * H + h) * K + dk)[:, None] * V + dv[None, :]
@@ -215,18 +220,22 @@ def _segment_values(
     MASKED: tl.constexpr,
     C: tl.constexpr,
     PRECISION: tl.constexpr,
+    MORE: tl.constexpr,
 ):
     """Outputs of a segment from the state before it. BACK, from its end: gradients of values and gains.
 
     BACK: `state` is the gradient after the segment, `before` the state before it: a segment is one chunk. NIL is 0, unknown to
-    the compiler. q: number of the segment; its document, first row, length, and chunks: as of `_segment`.
+    the compiler. q: number of the segment; its document, first row, length, and chunks: as of `_segment`. out may be None.
+    MORE (BACK, without `state`): add the gradients of gains that come through other readers, whose output gradients are minus d_o.
     """
     part = tl.program_id(1).to(tl.int64)
     e, dk = tl.arange(0, C), tl.arange(0, BK)
     dv = tl.program_id(1) * BV + tl.arange(0, BV)
     in_k, in_v = (dk < K)[None, :], (dv < V)[None, :]
     own = ((q * H + h) * K + dk)[:, None] * V + dv[None, :]
-    S = tl.load(state + own, mask=(dk < K)[:, None] & in_v, other=0.0).to(tl.float32)
+    S = tl.zeros([BK, BV], tl.float32)
+    if not MORE:
+        S += tl.load(state + own, mask=(dk < K)[:, None] & in_v, other=0.0).to(tl.float32)
     missing = missing_pairs(first, n, SHIFT)
     for step in range(begin, end):
         i = step
@@ -249,6 +258,8 @@ def _segment_values(
         to_end = _decay_over(e[None, :] > e[:, None], log_decay, PRECISION)
         if BACK:
             given = read(d_o + row[:, None] * V + dv[None, :], token[:, None] & in_v).to(tl.float32)
+            if MORE:
+                given = -given
             scores = _dot(x, tl.trans(a), PRECISION)  # [j, t]
             found = _dot(x, S.to(x.dtype), PRECISION) * to_end
             # log-decay s lies between what is written before s and read from s on: add exactly those pairs
@@ -291,14 +302,20 @@ def _segment_values(
             raw = _unclamped(gain, upto, upto_low, at, DIVIDE, C)
             eta = gain * inverse
             y = read(vp[:, None] + (dv + NIL * i)[None, :], vok[:, None] & in_v).to(tl.float32)
-            op, ok = value_pointers(out, head_out, rows, n, start, length, missing, h, r, H, V, 1, SHIFT, MASKED)
-            tl.store(op[:, None] + dv[None, :], found * eta, mask=ok[:, None] & in_v)
+            if out is not None:
+                op, ok = value_pointers(out, head_out, rows, n, start, length, missing, h, r, H, V, 1, SHIFT, MASKED)
+                tl.store(op[:, None] + dv[None, :], found * eta, mask=ok[:, None] & in_v)
             d_eta = found * y
             d_gamma = tl.where(raw >= decay_floor, d_log_decay / tl.maximum(raw, decay_floor), 0.0)
             d_gain = d_eta * inverse - d_gamma * tl.load(upto_low + at + e)[:, None]
-            tl.store(d_beta + row[:, None] * V + dv[None, :], d_gain, mask=token[:, None] & in_v)
-            tl.store(d_strength + part * M * H * C + at + e, tl.sum(gain * d_eta, 1))
-            tl.store(d_decay + part * M * H * C + at + e, tl.sum(gain * d_gamma, 1))
+            d_eta, d_gamma = tl.sum(gain * d_eta, 1), tl.sum(gain * d_gamma, 1)
+            to, slot, ok = d_beta + row[:, None] * V + dv[None, :], part * M * H * C + at + e, token[:, None] & in_v
+            if MORE:
+                d_gain += read(to, ok).to(tl.float32)
+                d_eta, d_gamma = d_eta + tl.load(d_strength + slot), d_gamma + tl.load(d_decay + slot)
+            tl.store(to, d_gain, mask=ok)
+            tl.store(d_strength + slot, d_eta)
+            tl.store(d_decay + slot, d_gamma)
         else:
             tl.store(out + row[:, None] * V + dv[None, :], found, mask=token[:, None] & in_v)
 
@@ -351,7 +368,7 @@ def _column_values(
     q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     n, start, length, chunk, begin, end = _segment(q, docs, segment_doc, T, NC, NS, SEG, PLAIN, C)
     _segment_values(
-        q, h, n, start, length, chunk, begin, end, query, k, head_x, v, head_v, beta, d_o, first, strength, upto, upto_low, state, before, out, head_out, d_beta, d_strength, d_decay, rows, decay_floor, M, NIL, H, K, V, BK, BV, LEVELS, SHIFT, AFTER, DIVIDE, BACK, MASKED, C, "tf32x3",
+        q, h, n, start, length, chunk, begin, end, query, k, head_x, v, head_v, beta, d_o, first, strength, upto, upto_low, state, before, out, head_out, d_beta, d_strength, d_decay, rows, decay_floor, M, NIL, H, K, V, BK, BV, LEVELS, SHIFT, AFTER, DIVIDE, BACK, MASKED, C, "tf32x3", False,
     )  # fmt: skip
 
 
@@ -397,10 +414,15 @@ def _low_column_values(
     MASKED: tl.constexpr,
     C: tl.constexpr,
     SOME: tl.constexpr,
+    SHARE: tl.constexpr,
+    MORE: tl.constexpr,
 ):
-    """`_segment_values`, BACK, of those chunks that have a low decay (see `rescaled.LOW`); a program looks at SOME of them."""
+    """`_segment_values`, BACK, of those chunks that have a low decay (see `rescaled.LOW`); a program looks at SOME of them.
+
+    low: `[blocks, M, H]`, for every SHARE blocks of columns of this kernel.
+    """
     some = tl.program_id(0) * SOME
-    low += tl.program_id(1) * M * H
+    low += tl.program_id(1) // SHARE * M * H
     each = some + tl.arange(0, SOME)
     if tl.max(tl.load(low + each, mask=each < M * H, other=0), 0) > 0:
         for index in range(some, tl.minimum(some + SOME, (M * H).to(tl.int32))):
@@ -408,7 +430,7 @@ def _low_column_values(
                 q, h = (index // H).to(tl.int64), index % H
                 n, start, length, i = of_chunk(q, docs, chunk_doc, T, NC, PLAIN)
                 _segment_values(
-                    q, h, n, start, length, q - i, i, i + 1, query, k, head_x, v, head_v, beta, d_o, first, strength, upto, upto_low, state, before, out, head_out, d_beta, d_strength, d_decay, rows, decay_floor, M, NIL, H, K, V, BK, BV, LEVELS, SHIFT, AFTER, DIVIDE, True, MASKED, C, "tf32",
+                    q, h, n, start, length, q - i, i, i + 1, query, k, head_x, v, head_v, beta, d_o, first, strength, upto, upto_low, state, before, out, head_out, d_beta, d_strength, d_decay, rows, decay_floor, M, NIL, H, K, V, BK, BV, LEVELS, SHIFT, AFTER, DIVIDE, True, MASKED, C, "tf32", MORE,
                 )  # fmt: skip
 
 
@@ -465,7 +487,7 @@ def _column_scores(
             same = tl.sum(g.to(tl.float32) * b.to(tl.float32), 1)
             found += tl.where(e[:, None] == e[None, :], same[:, None], 0.0)
         for level in range(LEVELS):
-            F = _decay_over(_between(e[:, None], e[None, :], level, AFTER), log_decay)
+            F = _decay_over(_between(e[:, None], e[None, :], level, AFTER), log_decay, "tf32x3")
             more = dot((F * g).to(y.dtype), tl.trans((F * b).to(y.dtype)))
             found += tl.where(_crosses(e[:, None], e[None, :], level), more, 0.0)
     tl.store(scores + (at + e)[:, None] * C + e[None, :], found)
@@ -538,8 +560,8 @@ def _column_keys(
         y = read(vp[:, None] + dv[None, :], vok[:, None] & in_v)
         g = read(d_o + row[:, None] * V + dv[None, :], token[:, None] & in_v)
         log_decay = log_decay.to(y.dtype)
-        g_start = (g * _decay_over(e[:, None] - e[None, :] >= 1 - AFTER, log_decay)).to(y.dtype)
-        b_end = (y.to(tl.float32) * eta * _decay_over(e[None, :] > e[:, None], log_decay)).to(y.dtype)
+        g_start = (g * _decay_over(e[:, None] - e[None, :] >= 1 - AFTER, log_decay, "tf32x3")).to(y.dtype)
+        b_end = (y.to(tl.float32) * eta * _decay_over(e[None, :] > e[:, None], log_decay, "tf32x3")).to(y.dtype)
         if BACK:
             z = read(query + row[:, None] * K + dk[None, :], token[:, None] & in_k)
             weight = read(scores + at * C + e[:, None] + e[None, :] * C, e[:, None] >= 0)
@@ -631,13 +653,19 @@ class Columns:
             **self._common(), **options,
         )  # fmt: skip
 
-    def _low_values(self, low: Tensor, columns: int, **tensors: Tensor) -> None:
-        """`_values` from the end, of chunks and blocks of columns where `low`, `[blocks, M, H]`, is not 0. columns: those of a block."""
-        _, chunks, heads = low.shape
+    def low_values(self, low: Tensor, width: int, more: bool = False, **tensors: Tensor | None) -> None:
+        """Gradients of values and gains, from the end as by `_values`, of chunks and blocks of columns where `low`, `[blocks, M, H]`, is not 0.
+
+        Args:
+            width: columns of such a block, of which a program holds `low_columns`. more: see `_segment_values`.
+        """
+        (_, chunks, heads), columns = low.shape, low_columns(self.k.shape[3], width)
+        names = ("state", "before", "out", "d_beta", "d_strength", "d_decay")
+        given = {"query": self.q, **{name: tensors.get(name) for name in names}, **tensors}
         launch(
-            _low_column_values, (parts(chunks * heads, SOME), parts(self.v.shape[3], columns)), low=low, query=self.q, k=self.k,
-            head_x=self.head_x, v=self.v, head_v=self.head_v, **tensors, **self._common(), chunk_doc=self.ranks.chunk_doc, M=chunks, NIL=0,
-            LEVELS=(CHUNK - 1).bit_length(), BV=columns, SOME=SOME, num_warps=4, num_stages=1,
+            _low_column_values, (parts(chunks * heads, SOME), parts(self.v.shape[3], columns)), low=low, k=self.k, head_x=self.head_x, v=self.v,
+            head_v=self.head_v, **given, **self._common(), chunk_doc=self.ranks.chunk_doc, M=chunks, NIL=0, MORE=more,
+            LEVELS=(CHUNK - 1).bit_length(), BV=columns, SOME=SOME, SHARE=width // columns, num_warps=4, num_stages=1,
         )  # fmt: skip
 
     def _keys(
@@ -695,7 +723,7 @@ class Columns:
         """
         ranks, d_o = self.ranks, d_o.contiguous()
         if (rescaled := self._rescaled) is not None:
-            found = rescaled.backward(d_o, o, d_S, S_end, states, total, through_gates, self._low_values)
+            found = rescaled.backward(d_o, o, d_S, S_end, states, total, through_gates, self.low_values)
             d_head_v = None if self.head_v is None else torch.zeros_like(self.head_v)
             return *found[:5], d_head_v, *found[5:]
         make = torch.empty_like if ranks.rows is None else torch.zeros_like

@@ -677,7 +677,7 @@ class Rescaled:
                 _, scale, _ = self._rescale(True)
             self._values(given, scale, decays, d_states, d_b, True)
             columns, warps = CUTS["gains"]
-            columns = columns if block(self.k.shape[3]) <= 128 else 16
+            columns = min(columns, 32 if block(self.k.shape[3]) <= 128 else 16)  # of `Columns.low_values`, too
             blocks = parts(v_size, columns)
             sums = self.q.new_empty(2, blocks, ranks.chunks, heads, CHUNK, dtype=torch.float32)
             low = torch.zeros(blocks, ranks.chunks, heads, dtype=torch.int32, device=d_o.device)
