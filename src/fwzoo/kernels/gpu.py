@@ -92,9 +92,11 @@ def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> Any:
     """`kernel[grid](**arguments)`, but what was compiled is found and started by fewer steps: Triton's own take 50 microseconds.
 
     The first argument is a tensor, on the current device. Arguments that the kernel has no parameter for are left out, but for
-    num_warps and num_stages. Returns what was compiled, nothing under the interpreter.
+    num_warps, num_stages and maxnreg. Returns what was compiled, nothing under the interpreter.
     """
-    options: dict[str, Any] = {name: arguments[name] for name in ("num_warps", "num_stages") if name in arguments}
+    options: dict[str, Any] = {
+        name: arguments[name] for name in ("num_warps", "num_stages", "maxnreg") if name in arguments
+    }
     if INTERPRETING:
         values = list(map(arguments.get, kernel.arg_names))
         with _disable_current_modes():  # what the interpreter does with torch is no part of the call
