@@ -54,15 +54,16 @@ def _units(bound, BITS: tl.constexpr):
 def _rows(number, slot, ok, values, held, pool, P, c, V: tl.constexpr, WRITTEN: tl.constexpr):
     """The rows `[., BV]` of slots in float32. number: where they lie; not WRITTEN: all in `values`."""
     inside = ok[:, None] & (c < V)[None, :]
-    at = values + slot.to(tl.int64)[:, None] * V + c[None, :]
+    row = values + slot.to(tl.int64)[:, None] * V
     if WRITTEN:
         own = (number > 0)[:, None]
         place = (number - 1).to(tl.int64)[:, None]
-        row = tl.where(place < P, held + place * V, pool + (place - P) * V) + c[None, :]
-        old = read(at, inside & (number <= 0)[:, None]).to(tl.float32)
-        return tl.where(own, read(row, inside & own).to(tl.float32), old)
-    else:
-        return read(at, inside).to(tl.float32)
+        written = tl.where(place < P, held + place * V, pool + (place - P) * V)
+        if values.dtype != held.dtype:
+            x = read(row + c[None, :], inside & (number <= 0)[:, None]).to(tl.float32)
+            return tl.where(own, read(written + c[None, :], inside & own).to(tl.float32), x)
+        row = tl.where(own, written, row)
+    return read(row + c[None, :], inside).to(tl.float32)
 
 
 @triton.jit
