@@ -54,15 +54,27 @@ def _units(bound, BITS: tl.constexpr):
 def _rows(number, slot, ok, values, held, pool, P, c, V: tl.constexpr, WRITTEN: tl.constexpr):
     """The rows `[., BV]` of slots in float32. number: where they lie; not WRITTEN: all in `values`."""
     inside = ok[:, None] & (c < V)[None, :]
-    at = values + slot.to(tl.int64)[:, None] * V + c[None, :]
+    row = values + slot.to(tl.int64)[:, None] * V
     if WRITTEN:
         own = (number > 0)[:, None]
         place = (number - 1).to(tl.int64)[:, None]
-        row = tl.where(place < P, held + place * V, pool + (place - P) * V) + c[None, :]
-        old = read(at, inside & (number <= 0)[:, None]).to(tl.float32)
-        return tl.where(own, read(row, inside & own).to(tl.float32), old)
-    else:
-        return read(at, inside).to(tl.float32)
+        written = tl.where(place < P, held + place * V, pool + (place - P) * V)
+        if values.dtype != held.dtype:
+            x = read(row + c[None, :], inside & (number <= 0)[:, None]).to(tl.float32)
+            return tl.where(own, read(written + c[None, :], inside & own).to(tl.float32), x)
+        row = tl.where(own, written, row)
+    return read(row + c[None, :], inside).to(tl.float32)
+
+
+@triton.jit
+def _pack(row, weight):
+    """An entry of a slot or sub-key: which row of the chunk it brings, and its weight."""
+    return (row.to(tl.int64) << 32) | weight.to(tl.uint32, bitcast=True).to(tl.int64)
+
+
+@triton.jit
+def _unpack(entry):
+    return entry >> 32, (entry & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -312,15 +324,13 @@ def _place_kernel(
     begin,
     peak,
     bound,
-    entry_row,
-    entry_weight,
+    placed,
     q,
     index,
     half,
     sub_begin,
     sub_bound,
-    sub_row,
-    sub_weight,
+    sub_placed,
     use,
     tokens,
     S1,
@@ -355,8 +365,7 @@ def _place_kernel(
         peaks = tl.load(peak + entry // E, mask=inside, other=0.0)
         tl.atomic_max(bound + slot, tl.abs(weight * peaks).to(tl.int32, bitcast=True), mask=some, sem="relaxed")
         to = tl.atomic_add(begin + slot, 1, mask=some, sem="relaxed")
-        tl.store(entry_row + to, entry // E, mask=some)
-        tl.store(entry_weight + to, weight, mask=some)
+        tl.store(placed + to, _pack(entry // E, weight), mask=some)
     else:
         g = (block - blocks) // sub_blocks
         r, j = (block - blocks) % sub_blocks * ROWS + tl.arange(0, ROWS), tl.arange(0, BK)
@@ -383,8 +392,7 @@ def _place_kernel(
             query = read(q + r.to(tl.int64)[:, None] * F + f[None, :], there[:, None] & (f < F)[None, :])
             most = tl.abs(pull) * tl.max(tl.abs(query.to(tl.float32)), 1)[:, None]
         place = tl.atomic_add(sub_begin + bin, 1, mask=counts, sem="relaxed")
-        tl.store(sub_row + place, tl.broadcast_to(r[:, None], [ROWS, BK]), mask=counts)
-        tl.store(sub_weight + place, pull, mask=counts)
+        tl.store(sub_placed + place, _pack(r[:, None], pull), mask=counts)
         most = tl.max(tl.max(tl.where(counts, most, 0.0), 1), 0)
         tl.atomic_max(sub_bound + g, most.to(tl.int32, bitcast=True), sem="relaxed")
 
@@ -415,8 +423,7 @@ def _write_rows(
     programs,
     pieces,
     bound,
-    entry_row,
-    entry_weight,
+    placed,
     residual,
     values,
     held,
@@ -450,17 +457,16 @@ def _write_rows(
         row = tl.reshape(_rows(old, -old, one == 0, values, held, pool, P, c, V, True), [BV])
         last = whole == 1
         if whole == 1:
-            step = read(residual + tl.load(entry_row + start).to(tl.int64) * V + c, c < V)
-            change = tl.load(entry_weight + start) * step
+            from_row, weight = _unpack(tl.load(placed + start))
+            change = weight * read(residual + from_row * V + c, c < V)
         else:
             factor, unit = _units(tl.load(bound + slot), BITS)
             total = tl.zeros([BV], tl.int64)
             for first in range(0, size, BE):
                 ok = first + e < size
-                from_row = tl.load(entry_row + start + first + e, mask=ok, other=0).to(tl.int64)[:, None] * V
-                weight = tl.load(entry_weight + start + first + e, mask=ok, other=0.0) * factor
-                step = read(residual + from_row + c[None, :], ok[:, None] & (c < V)[None, :]) * weight[:, None]
-                total += tl.sum(step.to(tl.int32), 0).to(tl.int64)
+                from_row, weight = _unpack(tl.load(placed + start + first + e, mask=ok, other=0))
+                step = read(residual + (from_row * V)[:, None] + c[None, :], ok[:, None] & (c < V)[None, :])
+                total += tl.sum((step * (weight * factor)[:, None]).to(tl.int32), 0).to(tl.int64)
             _length, parts = _piece(whole, PIECE, MOST)
             last, total = _joined(total, shared, parts, sums, finished, c, V)
             change = total.to(tl.float32) * unit
@@ -477,8 +483,7 @@ def _move_keys(
     new_keys,
     pieces,
     bound,
-    entry_row,
-    entry_weight,
+    placed,
     sums,
     finished,
     cursor,
@@ -501,20 +506,20 @@ def _move_keys(
         next_start, next_size, next_shared, next_whole, next_bin, _old, _new = _next_piece(
             pieces, i + programs, most, False
         )
-        row = tl.load(entry_row + start + e, mask=e < size, other=0)
-        weight = tl.load(entry_weight + start + e, mask=e < size, other=0.0)
+        entry = tl.load(placed + start + e, mask=e < size, other=0)
         at = bin.to(tl.int64) * F + f
         factor, unit = _units(tl.load(bound + bin // BINS), BITS)
         key = tl.load(keys + at, mask=f < F, other=0.0)
         total = tl.zeros([BF], tl.int64)
         for first in range(0, size, BE):
-            from_row = q + row.to(tl.int64)[:, None] * F + f[None, :]
-            query = read(from_row, (first + e < size)[:, None] & (f < F)[None, :]).to(tl.float32)
+            from_row, weight = _unpack(entry)
+            query = read(q + (from_row * F)[:, None] + f[None, :], (first + e < size)[:, None] & (f < F)[None, :]).to(
+                tl.float32
+            )
             if IDW:
                 query = query - key[None, :]
             step = (query * (weight * factor)[:, None]).to(tl.int32)
-            row = tl.load(entry_row + start + first + BE + e, mask=first + BE + e < size, other=0)
-            weight = tl.load(entry_weight + start + first + BE + e, mask=first + BE + e < size, other=0.0)
+            entry = tl.load(placed + start + first + BE + e, mask=first + BE + e < size, other=0)
             total += tl.sum(step, 0).to(tl.int64)
         _length, parts = _piece(whole, sub_piece, MOST)
         last, total = _joined(total, shared, parts, sums, finished, f, F)
@@ -526,8 +531,7 @@ def _move_keys(
 def _write_kernel(
     pieces,
     bound,
-    entry_row,
-    entry_weight,
+    placed,
     residual,
     values,
     held,
@@ -540,8 +544,7 @@ def _write_kernel(
     new_keys,
     sub_pieces,
     sub_bound,
-    sub_row,
-    sub_weight,
+    sub_placed,
     sub_sums,
     sub_finished,
     P,
@@ -571,12 +574,12 @@ def _write_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     if KEYS and program < key_programs:
         _move_keys(
-            *(program, key_programs, q, keys, new_keys, sub_pieces, sub_bound, sub_row, sub_weight, sub_sums),
+            *(program, key_programs, q, keys, new_keys, sub_pieces, sub_bound, sub_placed, sub_sums),
             *(sub_finished, cursor, key_rate, sub_piece, sub_most, BINS, F, IDW, KEY_BITS, MOST, BQ, BF),
         )
     elif ROWS:
         _write_rows(
-            *(program - key_programs, programs - key_programs, pieces, bound, entry_row, entry_weight, residual),
+            *(program - key_programs, programs - key_programs, pieces, bound, placed, residual),
             *(values, held, pool, sums, finished, cursor, P, value_rate, most, V, AVERAGE, ROW_BITS, PIECE, MOST),
             *(BE, BV),
         )
@@ -750,12 +753,8 @@ class Table:
                 torch.empty(tokens, device=device),
             )
             self.does = torch.empty(tokens, dtype=torch.int32, device=device)
-            self.entry_row = torch.empty(entries, dtype=torch.int32, device=device)
-            self.sub_row = torch.empty(2 * entries, dtype=torch.int32, device=device)
-            self.entry_weight, self.sub_weight = (
-                torch.empty(entries, device=device),
-                torch.empty(2 * entries, device=device),
-            )
+            self.placed = torch.empty(entries, dtype=torch.int64, device=device)
+            self.sub_placed = torch.empty(2 * entries, dtype=torch.int64, device=device)
             # rows and sub-keys that are added up in several pieces
             large = [entries // PIECE + 1, 2 * entries // SUB_PIECE + 1]
             self.pieces = torch.empty(FIELDS, entries, dtype=torch.int32, device=device)
@@ -836,8 +835,8 @@ class Table:
                 (blocks + (self.groups * sub_blocks if moves else 0),),
                 (
                     *(found.slots, found.weights, self.does, self.begin, self.peak, self.largest),
-                    *(self.entry_row, self.entry_weight, q, found.index, found.half, self.sub_begin),
-                    *(sub_bound, self.sub_row, self.sub_weight, use, chunk.tokens),
+                    *(self.placed, q, found.index, found.half, self.sub_begin),
+                    *(sub_bound, self.sub_placed, use, chunk.tokens),
                     *(line, per, entries, blocks, sub_blocks),
                 ),
                 {**sizes, "ROWS": at_once, "BK": power(options.top_k)},
@@ -850,9 +849,9 @@ class Table:
                     _write_kernel,
                     (grid,),
                     (
-                        *(self.pieces, self.largest, self.entry_row, self.entry_weight, self.residual, self.values),
+                        *(self.pieces, self.largest, self.placed, self.residual, self.values),
                         *(self.held, self.pool, self.sums, self.finished, cursor, q, keys, new_keys),
-                        *(self.sub_pieces, sub_bound, self.sub_row, self.sub_weight, self.sub_sums),
+                        *(self.sub_pieces, sub_bound, self.sub_placed, self.sub_sums),
                         *(self.sub_finished, P, options.value_lr, entries, options.key_lr, sub_piece, most),
                         key_programs if with_keys else 0,
                     ),
