@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gpu import INTERPRET, Prepared, block, dot, parts, roomy
+from ..gpu import INTERPRET, Prepared, block, parts, roomy
 
 UNITS, SUMS = (128, 128, 64, 4), (128, 256, 64, 3)
 """Rows, columns and inner width of a tile of 16-bit products, and stages, in both kernels."""
 
 
 def _tile(x: Tensor, most: tuple[int, ...], *sizes: int) -> dict[str, int]:
-    """Widths of a tile for sizes, at most; half of it for float32, whose products take three times the registers, and on small cards."""
+    """Widths of a tile for sizes, at most `most`; half of it for float32, and on cards with less shared memory."""
     *widths, stages = most
     whole = x.dtype == torch.bfloat16 and roomy(x)
     rows, columns, inner = (
@@ -44,6 +44,12 @@ def _load(x, rows, columns, row_ok, column_ok, EVEN_ROWS: tl.constexpr, EVEN_COL
     else:
         value = tl.load(pointers, mask=row_ok[:, None] & column_ok[None, :], other=0.0)
     return value.to(tl.float32) if INTERPRET else value
+
+
+@triton.jit
+def _dot(a, b, acc):
+    """acc + a @ b; float32 is no tensor core's: sums of thousands of products keep their digits."""
+    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 # --- units of queries and keys ---
@@ -75,8 +81,8 @@ def _units_kernel(
     for d0 in range(0, D, BK):
         d_ok = d0 + f < D
         tile = _load(x + d0, c * token, f, c_ok, d_ok, EVEN, EVEN_D)
-        gate += dot(tile, tl.trans(_load(w0 + d0, m * D, f, m_ok, d_ok, EVEN_M, EVEN_D)))
-        up += dot(tile, tl.trans(_load(w0 + M * D + d0, m * D, f, m_ok, d_ok, EVEN_M, EVEN_D)))
+        gate = _dot(tile, tl.trans(_load(w0 + d0, m * D, f, m_ok, d_ok, EVEN_M, EVEN_D)), gate)
+        up = _dot(tile, tl.trans(_load(w0 + M * D + d0, m * D, f, m_ok, d_ok, EVEN_M, EVEN_D)), up)
     at = b * chunk + c0
     offsets = c[:, None] * M + m[None, :]
     ok = c_ok[:, None] & m_ok[None, :]
@@ -87,7 +93,7 @@ def _units_kernel(
         for d0 in range(0, D, BK):
             d_ok = d0 + f < D
             tile = _load(v + d0, c * v_token, f, c_ok, d_ok, EVEN, EVEN_D)
-            error += dot(tile, _load(w0 + 2 * M * D + d0 * M, f * M, m, d_ok, m_ok, EVEN_D, EVEN_M))
+            error = _dot(tile, _load(w0 + 2 * M * D + d0 * M, f * M, m, d_ok, m_ok, EVEN_D, EVEN_M), error)
         wide, high = narrow_gate.to(tl.float32), narrow_up.to(tl.float32)
         sigmoid = tl.sigmoid(wide)
         active = wide * sigmoid
@@ -150,7 +156,7 @@ def _sums_kernel(
                 ok = c_ok[:, None] & j_ok[None, :]
                 rate = tl.load(own_rates + (c0 + f)[:, None] * D + j[None, :], mask=ok, other=0.0)
                 right = (right * tl.where(lower, rate, 1.0)).to(right.dtype)
-            acc += dot(tl.trans(left), right)
+            acc = _dot(tl.trans(left), right, acc)
             a += BK * a_token
             x += BK * x_token
         begin, at = (3 * b + tl.where(lower, second, 2)) * M * D, i[:, None] * width + j[None, :]
@@ -180,7 +186,7 @@ def _sums_kernel(
         for m0 in range(0, M, BK):
             m_ok = m0 + f < M
             left = _load(units + m0, i * M, f, i_ok, m_ok, EVEN, EVEN_M)
-            acc += dot(left, tl.trans(_load(w1 + m0, j * M, f, j_ok, m_ok, EVEN_D, EVEN_M)))
+            acc = _dot(left, tl.trans(_load(w1 + m0, j * M, f, j_ok, m_ok, EVEN_D, EVEN_M)), acc)
         o += b * o_row + c0.to(tl.int64) * o_token
         tl.store(o + i[:, None] * o_token + j[None, :], acc.to(kind), mask=i_ok[:, None] & j_ok[None, :])
 
