@@ -459,16 +459,16 @@ def inputs_backward(
 
 def gates_backward(
     k: Tensor,
-    head_x: Tensor,
+    head_x: Tensor | None,
     beta: Tensor,
     ridge: Tensor,
-    first: Tensor,
-    count: Tensor,
+    first: Tensor | None,
+    count: Tensor | None,
     found: Gates,
     d_strength: Tensor,
     d_log_decay: Tensor,
     d_k: Tensor,
-    d_head_x: Tensor,
+    d_head_x: Tensor | None,
     ranks: Ranks,
     options: Options,
 ) -> tuple[Tensor, Tensor]:
