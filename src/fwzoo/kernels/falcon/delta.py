@@ -80,9 +80,13 @@ def _forward(
     blocks = k.new_empty(0)
     if options.window > 1:
         assert head_x is not None and head_v is not None and S is not None and first is not None
-        o, new_S, solve, blocks, *kept = window_forward(q, k, head_x, v, head_v, first, strength, upto, upto_low, S, ranks, _form(options))
+        o, new_S, solve, blocks, *kept = window_forward(
+            q, k, head_x, v, head_v, first, strength, upto, upto_low, S, ranks, _form(options)
+        )
     else:
-        o, new_S, solve, *kept = delta_forward(q, k, head_x, v, strength, upto, upto_low, S, ranks, _form(options), falcon)
+        o, new_S, solve, *kept = delta_forward(
+            q, k, head_x, v, strength, upto, upto_low, S, ranks, _form(options), falcon
+        )
     return o, new_S, solve, *kept, blocks, found, vector
 
 
@@ -181,5 +185,12 @@ def _fake_backward(d_o: Tensor, d_S_out: Tensor, *arguments: Any) -> tuple[Tenso
 
 
 _regression = custom(
-    "falcon_delta", planned(_forward), planned(_backward), _fake_forward, _fake_backward, outputs=2, inputs=range(8), module=__name__
+    "falcon_delta",
+    planned(_forward),
+    planned(_backward),
+    _fake_forward,
+    _fake_backward,
+    outputs=2,
+    inputs=range(8),
+    module=__name__,
 )

@@ -70,7 +70,9 @@ def _masked_exp(keep, exponent):
 
 
 @triton.jit
-def _between(upto, upto_low, strength, index, WIDE: tl.constexpr, AFTER: tl.constexpr, C: tl.constexpr, N: tl.constexpr):
+def _between(
+    upto, upto_low, strength, index, WIDE: tl.constexpr, AFTER: tl.constexpr, C: tl.constexpr, N: tl.constexpr
+):
     """Decays between blocks: of an earlier block's end until a later block begins, and until one of its tokens reads (`[C, C]`,
     else 0), from the chunk's start to a block's start, and from a block's end to the chunk's."""
     slot = tl.arange(0, C)
@@ -502,7 +504,11 @@ def between_backward_kernel(
         out = d_couplings + index * (2 * C * C)
         tl.store(out + straight, d_gram.to(d_couplings.dtype.element_ty), mask=earlier)
         tl.store(out + across, d_gram.to(d_couplings.dtype.element_ty), mask=earlier)
-        tl.store(out + C * C + straight, (d_through * to_token).to(d_couplings.dtype.element_ty), mask=~same)
+        tl.store(
+            out + C * C + straight,
+            (d_through * to_token).to(d_couplings.dtype.element_ty),
+            mask=part[:, None] != part[None, :],
+        )
 
 
 @triton.jit
@@ -756,8 +762,8 @@ def carry_kernel(
     index = tl.program_id(0).to(tl.int64)
     c, h = index // H, index % H
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
-    slot, rank = tl.arange(0, C), slots_of(i, W, C, 16)[1]
-    shared, at = ~_own_slots(docs, chunk_doc, c, T, NC, W, PLAIN, C), _carried(index, W, C)
+    place, rank = slots_of(i, W, C, 16)
+    shared, at = (place < W - 1) & (i * C + tl.arange(0, C) >= 16), _carried(index, W, C)
     to, ok = key_pointers(d_k, d_head, rows, n, start, length, h, rank, H, K, W, SHIFT, MASKED)
     column = tl.arange(0, BK)
     where = (shared & ok)[:, None] & (column < K)[None, :]
