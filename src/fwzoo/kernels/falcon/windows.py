@@ -454,40 +454,43 @@ def between_backward_kernel(
         tl.store(inverse + 3 * C * C + straight, tl.dot(solve, write_v, input_precision=PRECISION))
         tl.store(inverse + 4 * C * C + straight, tl.dot(solve, write_S, input_precision=PRECISION))
         tl.debug_barrier()
+        _to_block, _to_token, from_start, to_end = _between(upto, upto_low, strength, index, WIDE, AFTER, C, N)
         theirs, ours = d_responses + index * (4 * C * C), responses + index * (4 * C * C)
-        at = slot[:, None] * (2 * C) + slot[None, :]
-        d_read_v = tl.load(theirs + 2 * C * C + at).to(tl.float32)
-        d_read_S = tl.load(theirs + 2 * C * C + C + at).to(tl.float32)
-        d_write_v, d_write_S = tl.load(theirs + at).to(tl.float32), tl.load(theirs + C + at).to(tl.float32)
-        to_block, to_token, from_start, to_end = _between(upto, upto_low, strength, index, WIDE, AFTER, C, N)
+        at, out = slot[:, None] * (2 * C) + slot[None, :], d_blocks + index * (4 * C * N) + small
         # decays from the chunk's start and to its end
-        from_S = d_write_S * tl.load(ours + C * C + straight).to(tl.float32)
-        to_S = tl.sum(from_S + d_read_S * tl.load(ours + 3 * C * C + straight).to(tl.float32), 0)
-        from_S = tl.sum(d_write_v * tl.load(ours + straight).to(tl.float32) - from_S, 1)
-        d_step = tl.sum(
-            tl.where(earlier, from_S[None, :], 0.0) - tl.where(part[:, None] < part[None, :], to_S[None, :], 0.0), 1
+        moved = tl.load(theirs + C + at).to(tl.float32) * tl.load(ours + C * C + straight).to(tl.float32)
+        from_start_sum, to_end_sum = tl.sum(moved, 0), -tl.sum(moved, 1)
+        moved = tl.load(theirs + 2 * C * C + C + at).to(tl.float32) * tl.load(ours + 3 * C * C + straight).to(
+            tl.float32
         )
-        d_read_S *= from_start[None, :]
-        through = tl.load(inverse + C * C + across)
-        d_v = tl.dot(through, d_read_v, d_write_v * to_end[:, None], input_precision=PRECISION)
-        d_S = d_write_S * to_end[:, None] * from_start[None, :]
-        d_S = tl.dot(through, d_read_S, d_S, input_precision=PRECISION)
-        solve_t = tl.load(inverse + across)
-        d_v = tl.dot(solve_t, d_v, input_precision=PRECISION)
-        d_S = tl.dot(solve_t, d_S, input_precision=PRECISION)
-        written_v, written_S = tl.load(inverse + 3 * C * C + across), tl.load(inverse + 4 * C * C + across)
-        d_passed = tl.dot(d_v, written_v, input_precision=PRECISION)
-        d_passed = tl.dot(d_S, written_S, d_passed, input_precision=PRECISION)
-        d_through = tl.dot(d_read_v, written_v, input_precision=PRECISION)
-        d_through = tl.dot(d_read_S, written_S, d_through, input_precision=PRECISION)
+        from_start_sum += tl.sum(moved, 0)
+        to_end_sum += tl.sum(tl.load(theirs + at).to(tl.float32) * tl.load(ours + straight).to(tl.float32), 1)
+        d_step = tl.sum(tl.where(earlier, to_end_sum[None, :], 0.0), 1)
+        d_step -= tl.sum(tl.where(part[:, None] < part[None, :], from_start_sum[None, :], 0.0), 1)
+        tl.store(d_log_decay + index * C + slot, d_step)
+        tl.debug_barrier()  # everything is loaded again where it is used: registers are few
+        through, solve_t = tl.load(inverse + C * C + across), tl.load(inverse + across)
+        d_read = tl.load(theirs + 2 * C * C + at).to(tl.float32)
+        tl.store(out + 2 * C * N, d_read.to(d_blocks.dtype.element_ty), mask=same)
+        d_write = tl.load(theirs + at).to(tl.float32) * to_end[:, None]
+        d_write = tl.dot(through, d_read, d_write, input_precision=PRECISION)
+        d_write = tl.dot(solve_t, d_write, input_precision=PRECISION)
+        tl.store(out, d_write.to(d_blocks.dtype.element_ty), mask=same)
+        written = tl.load(inverse + 3 * C * C + across)
+        d_passed = tl.dot(d_write, written, input_precision=PRECISION)
+        d_through = tl.dot(d_read, written, input_precision=PRECISION)
+        d_read = tl.load(theirs + 2 * C * C + C + at).to(tl.float32) * from_start[None, :]
+        d_write = tl.load(theirs + C + at).to(tl.float32) * to_end[:, None] * from_start[None, :]
+        d_write = tl.dot(through, d_read, d_write, input_precision=PRECISION)
+        d_write = tl.dot(solve_t, d_write, input_precision=PRECISION)
+        written = tl.load(inverse + 4 * C * C + across)
+        d_passed = tl.dot(d_write, written, d_passed, input_precision=PRECISION)
+        d_through = tl.dot(d_read, written, d_through, input_precision=PRECISION)
         gram_t = tl.load(inverse + 2 * C * C + across)
-        d_S = tl.dot(d_passed, gram_t, d_S, input_precision=PRECISION)
-        d_read_S = tl.dot(d_through, gram_t, d_read_S, input_precision=PRECISION)
-        out = d_blocks + index * (4 * C * N) + small
-        tl.store(out, d_v.to(d_blocks.dtype.element_ty), mask=same)
-        tl.store(out + N, d_S.to(d_blocks.dtype.element_ty), mask=same)
-        tl.store(out + 2 * C * N, d_read_v.to(d_blocks.dtype.element_ty), mask=same)
-        tl.store(out + 2 * C * N + N, d_read_S.to(d_blocks.dtype.element_ty), mask=same)
+        d_write = tl.dot(d_passed, gram_t, d_write, input_precision=PRECISION)
+        tl.store(out + N, d_write.to(d_blocks.dtype.element_ty), mask=same)
+        d_read = tl.dot(d_through, gram_t, d_read, input_precision=PRECISION)
+        tl.store(out + 2 * C * N + N, d_read.to(d_blocks.dtype.element_ty), mask=same)
         across_S = tl.load(block + small_t + N, mask=same, other=0.0).to(tl.float32)
         d_gram = tl.dot(across_S, d_passed, input_precision=PRECISION)
         across_S = tl.load(block + small_t + 2 * C * N + N, mask=same, other=0.0).to(tl.float32)
@@ -500,6 +503,7 @@ def between_backward_kernel(
         spans = tl.dot(tl.where(crossed, 1.0, 0.0), d_through * scores, spans, input_precision=PRECISION)
         d_step += tl.sum(tl.where(earlier, spans, 0.0), 1)
         tl.store(d_log_decay + index * C + slot, d_step)
+        to_block, to_token, _from_start, _to_end = _between(upto, upto_low, strength, index, WIDE, AFTER, C, N)
         d_gram *= to_block
         out = d_couplings + index * (2 * C * C)
         tl.store(out + straight, d_gram.to(d_couplings.dtype.element_ty), mask=earlier)
