@@ -347,7 +347,9 @@ def scan_backward_kernel(
     column, value = tl.arange(0, BK), v0 + tl.arange(0, BV)
     inside = (value < V)[:, None] & (column < K)[None, :]
     place = (n * H + h) * (K * V) + column[None, :] * V + value[:, None]
-    dS = tl.load(dS_in + place, mask=inside, other=0.0)
+    dS = tl.zeros([BV, BK], tl.float32)
+    if dS_in is not None:
+        dS = tl.load(dS_in + place, mask=inside, other=0.0)
     for back in range(0, end - begin):
         c = end - 1 - back
         index = c * H + h
@@ -565,7 +567,6 @@ SETTINGS: dict[str, dict[str, int]] = {
     "window_product": {"BK": 64, "BV": 128, "num_warps": 4, "num_stages": 1},
     "window_gradient": {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
     "response": {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
-    "coupling": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
     "apply": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
     "window_read": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
 }
@@ -580,7 +581,6 @@ SETTINGS_WIDE: dict[str, dict[str, int]] = {
     "window_product": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
     "window_gradient": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
     "response": {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
-    "coupling": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
     "apply": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
     "window_read": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
 }
@@ -681,11 +681,11 @@ def delta_backward(
     residual_t: Tensor,
     borders_t: Tensor,
     d_o: Tensor,
-    d_S_out: Tensor,
+    d_S_out: Tensor | None,
     ranks: Ranks,
     form: Form,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, head, v, strength, the log-decay of every token (`[M, H, C]`), and S."""
+    """Gradients of q, k, head, v, strength, the log-decay of every token (`[M, H, C]`), and S. d_S_out: None for zeros."""
     heads, M = q.shape[2], ranks.chunks * q.shape[2]
     (K, V), C, work = (q.shape[3], v.shape[3]), CHUNK, work_dtype(q)
     to_r, d_residual_t, d_o_t, d_borders_t = (
@@ -696,7 +696,7 @@ def delta_backward(
     given |= {"solve": solve, "scale": form.scale, "residual_t": residual_t, "d_residual_t": d_residual_t}
     given |= {"borders_t": borders_t, "d_borders_t": d_borders_t}
     passed = {"to_r": to_r, "from_o_t": d_residual_t, "d_o_t": d_o_t}
-    d_S = torch.empty_like(d_S_out)
+    d_S = q.new_empty(ranks.documents, heads, K, V, dtype=torch.float32)
     with on_device(q):
         launch(transposed_solve_kernel, (M,), **given, **passed, **_settings("transposed_solve", q, v, ranks, form))
         settings = _settings("scan_backward", q, v, ranks, form)

@@ -104,8 +104,8 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor
 
 
 def _backward(
-    d_o: Tensor,
-    d_S_out: Tensor,
+    d_o: Tensor | None,
+    d_S_out: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -134,7 +134,8 @@ def _backward(
     vector: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
-    d_o, d_S_out = d_o.contiguous(), d_S_out.contiguous()
+    d_o = torch.zeros_like(o) if d_o is None else d_o.contiguous()
+    d_S_out = None if d_S_out is None else d_S_out.contiguous()
     strength, upto, upto_low, _energy = found
     if options.window > 1:
         assert head_x is not None and head_v is not None and first is not None
@@ -180,7 +181,7 @@ def _backward(
     return d_q, d_k, d_v, d_beta, d_ridge, d_head_x, d_head_v, d_S if S is not None else q.new_empty(0)
 
 
-def _fake_backward(d_o: Tensor, d_S_out: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def _fake_backward(d_o: Any, d_S_out: Any, *arguments: Any) -> tuple[Tensor, ...]:
     return tuple(arguments[0].new_empty(0) if x is None else torch.empty_like(x) for x in arguments[:8])
 
 
@@ -193,4 +194,5 @@ _regression = custom(
     outputs=2,
     inputs=range(8),
     module=__name__,
+    materialize=False,
 )

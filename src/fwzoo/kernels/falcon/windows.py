@@ -785,7 +785,7 @@ def carry_kernel(
 PROGRAMS = 264  # two for each multiprocessor of an H200; each goes over many chunks with the same scratch
 
 
-RUNS = 1056  # eight; of one warp
+RUNS, RUNS_BACK = 2112, 1056  # sixteen and eight; of one warp
 
 
 def blocks_of(tiles: int) -> int:
@@ -846,6 +846,15 @@ def window_forward(
     return o, S_out, responses, blocks, residual_t, borders_t
 
 
+def _gradient_like(x: Tensor, row: int, ranks: Ranks) -> Tensor:
+    """A new tensor for gradients of `x`, 0 where no chunk may write to it: in one row of every document without a mask or packing."""
+    if ranks.docs is not None:
+        return torch.zeros_like(x)
+    found = torch.empty_like(x)
+    found[:, row] = 0
+    return found
+
+
 def window_backward(
     q: Tensor,
     k: Tensor,
@@ -861,7 +870,7 @@ def window_backward(
     residual_t: Tensor,
     borders_t: Tensor,
     d_o: Tensor,
-    d_S_out: Tensor,
+    d_S_out: Tensor | None,
     ranks: Ranks,
     form: Form,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -891,7 +900,8 @@ def window_backward(
     }
     given |= {"d_residual_t": d_residual_t, "d_borders_t": d_borders_t}
     passed = {"to_r": to_r, "from_o_t": d_residual_t, "d_o_t": d_o_t}
-    d_S, programs, runs = torch.empty_like(d_S_out), min(PROGRAMS, M), min(RUNS, blocks_of(M))
+    d_S = q.new_empty(ranks.documents, heads, K, V, dtype=torch.float32)
+    programs, runs = min(PROGRAMS, M), min(RUNS_BACK, blocks_of(M))
     with on_device(q):
         launch(window_transposed_kernel, (M,), **given, **passed, **_settings("apply", q, v, ranks, form))
         settings = _settings("scan_backward", q, v, ranks, form)
@@ -899,7 +909,7 @@ def window_backward(
         launch(scan_backward_kernel, grid, **given, **passed, dS_in=d_S_out, dS_out=d_S, **settings)
         del to_r, d_o_t, passed  # their memory is that of what follows
         d_responses, d_couplings = (q.new_empty(M, n, C, C, dtype=work) for n in (4, 2))
-        d_v, d_head_v, carry_v = torch.zeros_like(v), torch.zeros_like(head_v), v.new_empty(M, shared, V)
+        d_v, d_head_v, carry_v = _gradient_like(v, 0, ranks), torch.zeros_like(head_v), v.new_empty(M, shared, V)
         given |= {
             "d_v": d_v,
             "d_head_v": d_head_v,
@@ -920,7 +930,7 @@ def window_backward(
         launch(within_backward_kernel, (runs,), **given, scratch=scratch, history=history, **settings)
         del scratch, history, given["d_blocks"]
         d_q = (torch.empty_like if ranks.rows is None else torch.zeros_like)(q)
-        d_k, d_head_x, carry_k = torch.zeros_like(k), torch.zeros_like(head_x), q.new_empty(M, shared, K)
+        d_k, d_head_x, carry_k = _gradient_like(k, -1, ranks), torch.zeros_like(head_x), q.new_empty(M, shared, K)
         given |= {"d_q": d_q, "d_k": d_k, "d_head": d_head_x, "carry_k": carry_k}
         launch(window_gradient_kernel, (M,), **given, **_settings("window_gradient", q, v, ranks, form))
         settings = {**_settings("apply", q, v, ranks, form), "BK": block(K), "BV": block(V)}
