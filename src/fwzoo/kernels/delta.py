@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .contract import INTERPRETING
-from .gpu import block, key_pointers, launch, of_chunk, on_device, parts, read, row_of, slots_of, tables
+from .gpu import block, key_pointers, launch, missing_pairs, of_chunk, on_device, parts, read, row_of, slots_of, tables
 from .ranks import CHUNK, Ranks
 
 FIXED = ["T", "NC", "H"]  # no recompilation for another length or number of heads
@@ -199,7 +199,7 @@ def solve_kernel(
         gram = tl.dot(x, tl.trans(x), gram, input_precision=PRECISION)
     if GATED:
         n, _start, _length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
-        writes = valid & (i * C + tl.arange(0, C) >= tl.load(first + n))
+        writes = valid & (i * C + tl.arange(0, C) >= missing_pairs(first, n, SHIFT))
         gain, since, until = _falcon_gates(
             gram,
             beta + row,
@@ -247,7 +247,9 @@ def scan_kernel(
     column, value = tl.arange(0, BK), v0 + tl.arange(0, BV)
     inside = (value < V)[:, None] & (column < K)[None, :]
     place = (n * H + h) * (K * V) + column[None, :] * V + value[:, None]
-    S = tl.load(S_in + place, mask=inside, other=0.0)
+    S = tl.zeros([BV, BK], tl.float32)
+    if S_in is not None:
+        S = tl.load(S_in + place, mask=inside, other=0.0)
     for c in range(begin, end):
         index = c * H + h
         row, valid, pairs, paired = _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, W, PLAIN, MASKED, C)
@@ -345,7 +347,9 @@ def scan_backward_kernel(
     column, value = tl.arange(0, BK), v0 + tl.arange(0, BV)
     inside = (value < V)[:, None] & (column < K)[None, :]
     place = (n * H + h) * (K * V) + column[None, :] * V + value[:, None]
-    dS = tl.load(dS_in + place, mask=inside, other=0.0)
+    dS = tl.zeros([BV, BK], tl.float32)
+    if dS_in is not None:
+        dS = tl.load(dS_in + place, mask=inside, other=0.0)
     for back in range(0, end - begin):
         c = end - 1 - back
         index = c * H + h
@@ -391,7 +395,7 @@ def query_gradient_kernel(
     index = tl.program_id(0).to(tl.int64)
     c, h = index // H, index % H
     row, valid, pairs, paired = _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, W, PLAIN, MASKED, C)
-    _row, _valid, targets, _paired = _rows(
+    _row, _valid, targets, there = _rows(
         d_k, d_head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, W, PLAIN, MASKED, C
     )
     gain, since, until, _total = _gates(strength, upto, upto_low, index, WIDE, C)
@@ -436,6 +440,7 @@ def query_gradient_kernel(
             d_since += tl.sum(x.to(tl.float32) * d_x, 1)
         where = valid[:, None] & (column < K)[None, :]
         tl.store(d_q + row[:, None] * K + column[None, :], from_o.to(d_q.dtype.element_ty), mask=where)
+        where = where & there[:, None]
         tl.store(targets[:, None] + column[None, :], d_x.to(d_k.dtype.element_ty), mask=where)
     d_step += tl.cumsum(d_read - d_since, 0, reverse=True) - (0.0 if AFTER else d_read)
     tl.store(d_log_decay + index * C + tl.arange(0, C), d_step)
@@ -452,7 +457,7 @@ def key_gradient_kernel(
     index = tl.program_id(0).to(tl.int64)
     c, h = index // H, index % H
     row, valid, pairs, paired = _rows(k, head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, W, PLAIN, MASKED, C)
-    _row, _valid, targets, _paired = _rows(
+    _row, _valid, targets, there = _rows(
         d_k, d_head, docs, chunk_doc, rows, c, h, T, NC, H, K, SHIFT, W, PLAIN, MASKED, C
     )
     gain, since, until, total = _gates(strength, upto, upto_low, index, WIDE, C)
@@ -511,7 +516,7 @@ def key_gradient_kernel(
         written = tl.dot(s_t, x, input_precision=PRECISION)
         if not WIDE:
             d_since += tl.sum(x.to(tl.float32) * written, 1)
-        where = valid[:, None] & (column < K)[None, :]
+        where = (valid & there)[:, None] & (column < K)[None, :]
         to = targets[:, None] + column[None, :]
         d_x += written + tl.load(to, mask=where, other=0.0).to(tl.float32)
         tl.store(to, d_x.to(d_k.dtype.element_ty), mask=where)
@@ -562,7 +567,6 @@ SETTINGS: dict[str, dict[str, int]] = {
     "window_product": {"BK": 64, "BV": 128, "num_warps": 4, "num_stages": 1},
     "window_gradient": {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
     "response": {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
-    "coupling": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
     "apply": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
     "window_read": {"BK": 128, "BV": 128, "num_warps": 4, "num_stages": 1},
 }
@@ -577,7 +581,6 @@ SETTINGS_WIDE: dict[str, dict[str, int]] = {
     "window_product": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
     "window_gradient": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
     "response": {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 1},
-    "coupling": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
     "apply": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
     "window_read": {"BK": 64, "BV": 64, "num_warps": 8, "num_stages": 1},
 }
@@ -623,12 +626,12 @@ def kept_like(q: Tensor, v: Tensor, chunks: int, squares: tuple[int, ...] = ()) 
 def delta_forward(
     q: Tensor,
     k: Tensor,
-    head: Tensor,
+    head: Tensor | None,
     v: Tensor,
     strength: Tensor,
     upto: Tensor,
     upto_low: Tensor,
-    S: Tensor,
+    S: Tensor | None,
     ranks: Ranks,
     form: Form,
     falcon: dict[str, Any] | None = None,
@@ -636,15 +639,16 @@ def delta_forward(
     """Output, new state, and what the backward pass takes: the inverse of every chunk's system, residual_t and borders_t.
 
     Args:
-        q, k: `[B, T, H, K]`. head: pair key of each document's first token `[N, H, 1, K]` (read when pairs are shifted).
+        q, k: `[B, T, H, K]`. head: pair key of each document's first token `[N, H, 1, K]` (read when pairs are shifted; None: it has none).
         v: `[B, T, H, V]`. strength, upto, upto_low: eta and the two halves of the log-decay's prefix, `[M, H, C]`.
-        S: `[N, H, K, V]`. Everything is contiguous.
+        S: `[N, H, K, V]`, None for zeros. Everything is contiguous.
         falcon: what `solve_kernel` makes falcon1's gates of: then strength and upto are filled here.
     """
     heads, M = q.shape[2], ranks.chunks * q.shape[2]
     V, (solve, residual_t, borders_t) = v.shape[3], kept_like(q, v, ranks.chunks)
     from_S = q.new_empty(M, CHUNK, q.shape[3], dtype=solve.dtype)
-    o, S_out = (torch.empty_like if ranks.rows is None else torch.zeros_like)(v), torch.empty_like(S)
+    o = (torch.empty_like if ranks.rows is None else torch.zeros_like)(v)
+    S_out = q.new_empty(ranks.documents, heads, q.shape[3], V, dtype=torch.float32)
     given = {"q": q, "k": k, "head": head, "v": v, "strength": strength, "upto": upto, "upto_low": upto_low, "o": o}
     given |= {
         "solve": solve,
@@ -668,7 +672,7 @@ def delta_forward(
 def delta_backward(
     q: Tensor,
     k: Tensor,
-    head: Tensor,
+    head: Tensor | None,
     v: Tensor,
     strength: Tensor,
     upto: Tensor,
@@ -677,11 +681,11 @@ def delta_backward(
     residual_t: Tensor,
     borders_t: Tensor,
     d_o: Tensor,
-    d_S_out: Tensor,
+    d_S_out: Tensor | None,
     ranks: Ranks,
     form: Form,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, head, v, strength, the log-decay of every token (`[M, H, C]`), and S."""
+    """Gradients of q, k, head, v, strength, the log-decay of every token (`[M, H, C]`), and S. d_S_out: None for zeros."""
     heads, M = q.shape[2], ranks.chunks * q.shape[2]
     (K, V), C, work = (q.shape[3], v.shape[3]), CHUNK, work_dtype(q)
     to_r, d_residual_t, d_o_t, d_borders_t = (
@@ -692,19 +696,19 @@ def delta_backward(
     given |= {"solve": solve, "scale": form.scale, "residual_t": residual_t, "d_residual_t": d_residual_t}
     given |= {"borders_t": borders_t, "d_borders_t": d_borders_t}
     passed = {"to_r": to_r, "from_o_t": d_residual_t, "d_o_t": d_o_t}
-    d_S = torch.empty_like(d_S_out)
+    d_S = q.new_empty(ranks.documents, heads, K, V, dtype=torch.float32)
     with on_device(q):
         launch(transposed_solve_kernel, (M,), **given, **passed, **_settings("transposed_solve", q, v, ranks, form))
         settings = _settings("scan_backward", q, v, ranks, form)
         grid = (parts(V, settings["BV"]), ranks.documents * heads)
         launch(scan_backward_kernel, grid, **given, **passed, dS_in=d_S_out, dS_out=d_S, **settings)
         del to_r, d_o_t, passed  # their memory is that of the gradients
-        d_q, d_k, d_v, d_head = make(q), make(k), make(v), torch.zeros_like(head)
+        d_q, d_k, d_v, d_head = make(q), make(k), make(v), q.new_empty(0) if head is None else torch.zeros_like(head)
         d_strength, d_log_decay = torch.empty_like(strength), torch.empty_like(upto)
         given |= {
             "d_q": d_q,
             "d_k": d_k,
-            "d_head": d_head,
+            "d_head": None if head is None else d_head,
             "d_v": d_v,
             "d_strength": d_strength,
             "d_log_decay": d_log_decay,

@@ -118,7 +118,8 @@ def window_products(
     """Products of every key with itself and the W - 1 before it, `[W, M, H, C]`."""
     c, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
-    (e, r), d = slots_of(i, W, C, 16), tl.arange(0, BK)
+    e, r = slots_of(i, W, C, 16)
+    d = tl.arange(0, BK)
     p, ok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
     x = read(p[:, None] + d[None, :], ok[:, None] & (d < K)[None, :]).to(tl.float32)
     at = bands + (c * H + h) * C + tl.arange(0, C)

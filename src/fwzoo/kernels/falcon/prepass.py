@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..associative import gradients_of_chunk, weigh
-from ..gpu import block, key_pointers, launch, missing_pairs, of_chunk, on_device, read, row_of, slots_of, tables
+from ..gpu import block, dot, key_pointers, launch, missing_pairs, of_chunk, on_device, read, row_of, slots_of, tables
 from ..ranks import BLOCK, CHUNK, Ranks, ranks_of
 from .eigenvalues import top_eigenvalues, window_products
 from .rules import RULES, FalconState, Options
@@ -293,11 +293,15 @@ def _energy_backward(
     c, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
     e, d = tl.arange(0, C), tl.arange(0, BK)
-    place, r = slots_of(i, W, C, N)
-    own = (r < length) & ((place >= W - 1) | (i + e // N == 0))
+    # as many slots of its own as a chunk has, in a row, and those of the windows that begin or end there
+    stride: tl.constexpr = C // N * (N - W + 1)
+    r = i * stride - (W - 1) + e
+    own = (r < length) & (e < W - 1 + stride) & ((e >= W - 1) | (i + e * 0 == 0))
     column = (d < K)[None, :]
-    grad = tl.zeros([C, BK], tl.float32)
+    p, ok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
+    x = read(p[:, None] + d[None, :], ok[:, None] & column)
     if TOP:
+        factors = tl.zeros([C, C], tl.float32)
         for shift in tl.static_range(2 * W - 1):
             factor = tl.zeros([C], tl.float32)
             for w in tl.static_range(W):
@@ -309,16 +313,14 @@ def _energy_backward(
                     u = tl.load(vector + at * W + w, mask=ok, other=0.0)
                     other = tl.load(vector + at * W + (w + W - 1 - shift), mask=ok, other=0.0)
                     factor += u * other * tl.load(d_energy + at, mask=ok, other=0.0)
-            near = r + (shift - (W - 1))
-            p, ok = key_pointers(k, head_x, rows, n, start, length, h, near, H, K, W, SHIFT, MASKED)
-            grad += factor[:, None] * read(p[:, None] + d[None, :], (ok & own)[:, None] & column).to(tl.float32)
+            factors += tl.where(e[None, :] - e[:, None] == shift - (W - 1), factor[:, None], 0.0)
+        grad = dot(factors, x)
     else:
         factor = tl.zeros([C], tl.float32)
         for w in tl.static_range(W):
             ok = own & (r + w >= 0) & (r + w < length)
             factor += tl.load(d_energy + (start + r + w) * H + h, mask=ok, other=0.0)
-        p, ok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
-        grad = factor[:, None] * read(p[:, None] + d[None, :], (ok & own)[:, None] & column).to(tl.float32)
+        grad = factor[:, None] * x.to(tl.float32)
     p, ok = key_pointers(d_k, d_head_x, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
     p, ok = p[:, None] + d[None, :], (ok & own)[:, None] & column
     tl.store(p, read(p, ok).to(tl.float32) + 2.0 * grad, mask=ok)
@@ -461,16 +463,16 @@ def inputs_backward(
 
 def gates_backward(
     k: Tensor,
-    head_x: Tensor,
+    head_x: Tensor | None,
     beta: Tensor,
     ridge: Tensor,
-    first: Tensor,
-    count: Tensor,
+    first: Tensor | None,
+    count: Tensor | None,
     found: Gates,
     d_strength: Tensor,
     d_log_decay: Tensor,
     d_k: Tensor,
-    d_head_x: Tensor,
+    d_head_x: Tensor | None,
     ranks: Ranks,
     options: Options,
 ) -> tuple[Tensor, Tensor]:

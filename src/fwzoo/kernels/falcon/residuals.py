@@ -200,7 +200,7 @@ def pair_kernel(
         tl.store(by_token, x.to(pairs.dtype.element_ty), mask=where)
 
 
-WARPS, STAGES = 1, 1
+WARPS, STAGES, STAGES_BACK = 1, 3, 1
 
 
 def _some(x: Tensor, ranks: Ranks, *size: int) -> Tensor:
@@ -230,7 +230,7 @@ def _run(
             AFTER=options.read_after_write, BACK=back, N=16,
             WORK=tl.float32 if wide else tl.bfloat16,
             PRECISION="ieee" if INTERPRETING else "tf32x3" if k.dtype == torch.float32 else "tf32",
-            num_warps=WARPS, num_stages=STAGES,
+            num_warps=WARPS, num_stages=STAGES_BACK if back else STAGES,
         )  # fmt: skip
     return out, S_out, borders
 
@@ -315,8 +315,8 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor
 
 
 def _backward(
-    d_o: Tensor,
-    d_S: Tensor,
+    d_o: Tensor | None,
+    d_S: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -343,9 +343,11 @@ def _backward(
     reads: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
-    d_o, gates_found = d_o.contiguous(), Gates(found, found.new_empty(0))
+    d_o = torch.zeros_like(o) if d_o is None else d_o.contiguous()
+    d_S = torch.zeros_like(S_end) if d_S is None else d_S.contiguous()
+    gates_found = Gates(found, found.new_empty(0))
     u = prefixes(beta, found, ranks, options, k.dtype == torch.float32)
-    d_z, d_S_in, d_borders = _run(k, head_x, q, d_o, beta, found[0], u, d_S.contiguous(), ranks, options, True)
+    d_z, d_S_in, d_borders = _run(k, head_x, q, d_o, beta, found[0], u, d_S, ranks, options, True)
     writes, pairs = Columns(q, k, r, beta, head_x, head_v, first, found, ranks, options), torch.zeros_like(k)
     _pairs(pairs, k, head_x, ranks, options, False)
     if k.dtype != torch.float32:
@@ -356,9 +358,7 @@ def _backward(
     else:
         nothing = torch.zeros_like(d_S_in)
         total = u[:, :, -1].float().contiguous()
-        d_q, d_k, _, d_beta, d_head_x, _, _, d_strength, d_decay = writes.backward(
-            d_o, o, d_S.contiguous(), S_end, borders, total
-        )
+        d_q, d_k, _, d_beta, d_head_x, _, _, d_strength, d_decay = writes.backward(d_o, o, d_S, S_end, borders, total)
         d_v = d_z * beta * out_of_chunks(found[0], ranks, torch.float32)[..., None]
         before = dataclasses.replace(writes, q=pairs, options=dataclasses.replace(options, read_after_write=False))
         d_pairs, more_k, _, more_beta, more_head_x, _, _, more_strength, more_decay = before.backward(
@@ -373,10 +373,11 @@ def _backward(
     return d_q, d_k, d_v, d_beta, d_ridge, d_head_x, torch.zeros_like(head_v), d_S_in
 
 
-def _fake_backward(d_o: Tensor, d_S: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def _fake_backward(d_o: Any, d_S: Any, *arguments: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x) for x in arguments[:8])
 
 
 _residuals = custom(
-    "falcon_residuals", _forward, _backward, _fake_forward, _fake_backward, outputs=2, inputs=range(8), module=__name__
-)
+    "falcon_residuals", _forward, _backward, _fake_forward, _fake_backward, outputs=2, inputs=range(8), module=__name__,
+    materialize=False,
+)  # fmt: skip

@@ -23,7 +23,7 @@ from .rules import RULES, FalconState, Options, started
 class Kernels(Protocol):
     """Output `[B, T, H, V]` and the new S of one call; see `prepass.heads_of` for head_x, head_v and first.
 
-    Those, S and count may be None for `inner_product`, where all documents begin.
+    Those, S and count may be None for `inner_product` and falcon1, where all documents begin.
     """
 
     def __call__(
@@ -62,7 +62,7 @@ def falcon_triton(
     ranks = make_ranks(q, mask, bounds, overlap=overlap, segment=segment_length(q, overlap))
     q, k, v, beta, ridge = (x.contiguous() for x in (q, k, v, beta, ridge))
     whole = ranks.docs is None and q.shape[1] >= window  # then the new state's pairs are of this call alone
-    if state is None and whole and run is inner_product:
+    if state is None and whole and (run is inner_product or options.rule is RULES["falcon1"]):
         o, S = run(q, k, v, beta, ridge, None, None, None, None, None, ranks, options)
     else:
         state = started(state, q, v, bounds, options)

@@ -70,7 +70,9 @@ def _masked_exp(keep, exponent):
 
 
 @triton.jit
-def _between(upto, upto_low, strength, index, WIDE: tl.constexpr, AFTER: tl.constexpr, C: tl.constexpr, N: tl.constexpr):
+def _between(
+    upto, upto_low, strength, index, WIDE: tl.constexpr, AFTER: tl.constexpr, C: tl.constexpr, N: tl.constexpr
+):
     """Decays between blocks: of an earlier block's end until a later block begins, and until one of its tokens reads (`[C, C]`,
     else 0), from the chunk's start to a block's start, and from a block's end to the chunk's."""
     slot = tl.arange(0, C)
@@ -176,7 +178,7 @@ def _older(coupling, final, steps, near, s, e, p, weighted, kept, W: tl.constexp
 @triton.jit(do_not_specialize=[*FIXED, "total"])
 def run_kernel(
     q, k, head, strength, upto, upto_low, scratch, blocks, docs, chunk_doc, rows, total, T, NC,
-    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, N: tl.constexpr,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, UNROLL: tl.constexpr, N: tl.constexpr,
     SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """blocks: `[M * H, 2, C, 2 N]`, what every block writes and reads by itself, of its values and (with the sign of a write) of what
@@ -193,7 +195,7 @@ def run_kernel(
             H, K, C, BK, N, SHIFT, W, AFTER, PLAIN, MASKED, WORK, WIDE, PRECISION,
         )  # fmt: skip
         e, p = _empty_window(near, W, N)
-        for s in range(W - 1, N):
+        for s in tl.range(W - 1, N, loop_unroll_factor=UNROLL):
             gain, keep = tl.load(strength + number * N + s), tl.load(steps + s)
             p, weighted = _written(e, p, gain, keep, W)
             tl.store(final + (s - (W - 1)) * (2 * N) + near, p[W - 1])
@@ -452,40 +454,43 @@ def between_backward_kernel(
         tl.store(inverse + 3 * C * C + straight, tl.dot(solve, write_v, input_precision=PRECISION))
         tl.store(inverse + 4 * C * C + straight, tl.dot(solve, write_S, input_precision=PRECISION))
         tl.debug_barrier()
+        _to_block, _to_token, from_start, to_end = _between(upto, upto_low, strength, index, WIDE, AFTER, C, N)
         theirs, ours = d_responses + index * (4 * C * C), responses + index * (4 * C * C)
-        at = slot[:, None] * (2 * C) + slot[None, :]
-        d_read_v = tl.load(theirs + 2 * C * C + at).to(tl.float32)
-        d_read_S = tl.load(theirs + 2 * C * C + C + at).to(tl.float32)
-        d_write_v, d_write_S = tl.load(theirs + at).to(tl.float32), tl.load(theirs + C + at).to(tl.float32)
-        to_block, to_token, from_start, to_end = _between(upto, upto_low, strength, index, WIDE, AFTER, C, N)
+        at, out = slot[:, None] * (2 * C) + slot[None, :], d_blocks + index * (4 * C * N) + small
         # decays from the chunk's start and to its end
-        from_S = d_write_S * tl.load(ours + C * C + straight).to(tl.float32)
-        to_S = tl.sum(from_S + d_read_S * tl.load(ours + 3 * C * C + straight).to(tl.float32), 0)
-        from_S = tl.sum(d_write_v * tl.load(ours + straight).to(tl.float32) - from_S, 1)
-        d_step = tl.sum(
-            tl.where(earlier, from_S[None, :], 0.0) - tl.where(part[:, None] < part[None, :], to_S[None, :], 0.0), 1
+        moved = tl.load(theirs + C + at).to(tl.float32) * tl.load(ours + C * C + straight).to(tl.float32)
+        from_start_sum, to_end_sum = tl.sum(moved, 0), -tl.sum(moved, 1)
+        moved = tl.load(theirs + 2 * C * C + C + at).to(tl.float32) * tl.load(ours + 3 * C * C + straight).to(
+            tl.float32
         )
-        d_read_S *= from_start[None, :]
-        through = tl.load(inverse + C * C + across)
-        d_v = tl.dot(through, d_read_v, d_write_v * to_end[:, None], input_precision=PRECISION)
-        d_S = d_write_S * to_end[:, None] * from_start[None, :]
-        d_S = tl.dot(through, d_read_S, d_S, input_precision=PRECISION)
-        solve_t = tl.load(inverse + across)
-        d_v = tl.dot(solve_t, d_v, input_precision=PRECISION)
-        d_S = tl.dot(solve_t, d_S, input_precision=PRECISION)
-        written_v, written_S = tl.load(inverse + 3 * C * C + across), tl.load(inverse + 4 * C * C + across)
-        d_passed = tl.dot(d_v, written_v, input_precision=PRECISION)
-        d_passed = tl.dot(d_S, written_S, d_passed, input_precision=PRECISION)
-        d_through = tl.dot(d_read_v, written_v, input_precision=PRECISION)
-        d_through = tl.dot(d_read_S, written_S, d_through, input_precision=PRECISION)
+        from_start_sum += tl.sum(moved, 0)
+        to_end_sum += tl.sum(tl.load(theirs + at).to(tl.float32) * tl.load(ours + straight).to(tl.float32), 1)
+        d_step = tl.sum(tl.where(earlier, to_end_sum[None, :], 0.0), 1)
+        d_step -= tl.sum(tl.where(part[:, None] < part[None, :], from_start_sum[None, :], 0.0), 1)
+        tl.store(d_log_decay + index * C + slot, d_step)
+        tl.debug_barrier()  # everything is loaded again where it is used: registers are few
+        through, solve_t = tl.load(inverse + C * C + across), tl.load(inverse + across)
+        d_read = tl.load(theirs + 2 * C * C + at).to(tl.float32)
+        tl.store(out + 2 * C * N, d_read.to(d_blocks.dtype.element_ty), mask=same)
+        d_write = tl.load(theirs + at).to(tl.float32) * to_end[:, None]
+        d_write = tl.dot(through, d_read, d_write, input_precision=PRECISION)
+        d_write = tl.dot(solve_t, d_write, input_precision=PRECISION)
+        tl.store(out, d_write.to(d_blocks.dtype.element_ty), mask=same)
+        written = tl.load(inverse + 3 * C * C + across)
+        d_passed = tl.dot(d_write, written, input_precision=PRECISION)
+        d_through = tl.dot(d_read, written, input_precision=PRECISION)
+        d_read = tl.load(theirs + 2 * C * C + C + at).to(tl.float32) * from_start[None, :]
+        d_write = tl.load(theirs + C + at).to(tl.float32) * to_end[:, None] * from_start[None, :]
+        d_write = tl.dot(through, d_read, d_write, input_precision=PRECISION)
+        d_write = tl.dot(solve_t, d_write, input_precision=PRECISION)
+        written = tl.load(inverse + 4 * C * C + across)
+        d_passed = tl.dot(d_write, written, d_passed, input_precision=PRECISION)
+        d_through = tl.dot(d_read, written, d_through, input_precision=PRECISION)
         gram_t = tl.load(inverse + 2 * C * C + across)
-        d_S = tl.dot(d_passed, gram_t, d_S, input_precision=PRECISION)
-        d_read_S = tl.dot(d_through, gram_t, d_read_S, input_precision=PRECISION)
-        out = d_blocks + index * (4 * C * N) + small
-        tl.store(out, d_v.to(d_blocks.dtype.element_ty), mask=same)
-        tl.store(out + N, d_S.to(d_blocks.dtype.element_ty), mask=same)
-        tl.store(out + 2 * C * N, d_read_v.to(d_blocks.dtype.element_ty), mask=same)
-        tl.store(out + 2 * C * N + N, d_read_S.to(d_blocks.dtype.element_ty), mask=same)
+        d_write = tl.dot(d_passed, gram_t, d_write, input_precision=PRECISION)
+        tl.store(out + N, d_write.to(d_blocks.dtype.element_ty), mask=same)
+        d_read = tl.dot(d_through, gram_t, d_read, input_precision=PRECISION)
+        tl.store(out + 2 * C * N + N, d_read.to(d_blocks.dtype.element_ty), mask=same)
         across_S = tl.load(block + small_t + N, mask=same, other=0.0).to(tl.float32)
         d_gram = tl.dot(across_S, d_passed, input_precision=PRECISION)
         across_S = tl.load(block + small_t + 2 * C * N + N, mask=same, other=0.0).to(tl.float32)
@@ -498,11 +503,16 @@ def between_backward_kernel(
         spans = tl.dot(tl.where(crossed, 1.0, 0.0), d_through * scores, spans, input_precision=PRECISION)
         d_step += tl.sum(tl.where(earlier, spans, 0.0), 1)
         tl.store(d_log_decay + index * C + slot, d_step)
+        to_block, to_token, _from_start, _to_end = _between(upto, upto_low, strength, index, WIDE, AFTER, C, N)
         d_gram *= to_block
         out = d_couplings + index * (2 * C * C)
         tl.store(out + straight, d_gram.to(d_couplings.dtype.element_ty), mask=earlier)
         tl.store(out + across, d_gram.to(d_couplings.dtype.element_ty), mask=earlier)
-        tl.store(out + C * C + straight, (d_through * to_token).to(d_couplings.dtype.element_ty), mask=~same)
+        tl.store(
+            out + C * C + straight,
+            (d_through * to_token).to(d_couplings.dtype.element_ty),
+            mask=part[:, None] != part[None, :],
+        )
 
 
 @triton.jit
@@ -563,7 +573,7 @@ def _less(rows, others, gain, W: tl.constexpr):
 def within_backward_kernel(
     q, k, head, strength, upto, upto_low, scratch, history, d_blocks, d_couplings, d_strength, d_log_decay,
     docs, chunk_doc, rows, total, T, NC,
-    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, N: tl.constexpr,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, UNROLL: tl.constexpr, N: tl.constexpr,
     SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The run over the tokens of every block again, then back to front: the rest of d_couplings, d_strength and more of d_log_decay.
@@ -595,7 +605,7 @@ def within_backward_kernel(
         gone = tl.where(behind <= -(W - 1 + late), tl.load(score + place[None, :] * N + place[:, None]), 0.0)
         tl.store(d_hats + all_rows, tl.dot(gone, d_read, d_write * ending[:, None], input_precision=PRECISION))
         e, p = _empty_window(near, W, N)
-        for s in range(W - 1, N):
+        for s in tl.range(W - 1, N, loop_unroll_factor=UNROLL):
             gain, keep = tl.load(gains + s), tl.load(steps + s)
             _store_rows(e_at + s * (W * 2 * N), e, W, N, WORK)
             p, weighted = _written(e, p, gain, keep, W)
@@ -608,7 +618,7 @@ def within_backward_kernel(
             d_p = d_p + (tl.load(d_writes + (N - 1 - a) * (2 * N) + near).to(tl.float32),)
         d_p, d_R = d_p + (tl.zeros_like(e[0]),), d_R + (tl.zeros_like(e[0]),)
         tl.debug_barrier()
-        for back in range(0, N - W + 1):
+        for back in tl.range(0, N - W + 1, loop_unroll_factor=UNROLL):
             s = N - 1 - back
             gain, keep = tl.load(gains + s), tl.load(steps + s)
             e = _rows_of(e_at + s * (W * 2 * N), W, N)
@@ -756,8 +766,8 @@ def carry_kernel(
     index = tl.program_id(0).to(tl.int64)
     c, h = index // H, index % H
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
-    slot, rank = tl.arange(0, C), slots_of(i, W, C, 16)[1]
-    shared, at = ~_own_slots(docs, chunk_doc, c, T, NC, W, PLAIN, C), _carried(index, W, C)
+    place, rank = slots_of(i, W, C, 16)
+    shared, at = (place < W - 1) & (i * C + tl.arange(0, C) >= 16), _carried(index, W, C)
     to, ok = key_pointers(d_k, d_head, rows, n, start, length, h, rank, H, K, W, SHIFT, MASKED)
     column = tl.arange(0, BK)
     where = (shared & ok)[:, None] & (column < K)[None, :]
@@ -775,7 +785,7 @@ def carry_kernel(
 PROGRAMS = 264  # two for each multiprocessor of an H200; each goes over many chunks with the same scratch
 
 
-RUNS = 1056  # eight; of one warp
+RUNS, RUNS_BACK = 2112, 1056  # sixteen and eight; of one warp
 
 
 def blocks_of(tiles: int) -> int:
@@ -826,7 +836,7 @@ def window_forward(
     given |= {"from_v_t": residual_t, "residual_t": residual_t, "borders_t": borders_t, "S_in": S, "S_out": S_out}
     with on_device(q):
         settings = {"N": BLOCK, **_settings("response", q, v, ranks, form)}
-        launch(run_kernel, (programs,), **given, **{**settings, "num_warps": 1})
+        launch(run_kernel, (programs,), **given, **{**settings, "num_warps": 1, "UNROLL": 1})
         launch(response_kernel, (M,), **given, **settings)
         launch(apply_kernel, (M,), **given, **_settings("apply", q, v, ranks, form))
         settings = _settings("scan", q, v, ranks, form)
@@ -834,6 +844,15 @@ def window_forward(
         settings = _settings("window_read", q, v, ranks, form)
         launch(window_read_kernel, (M, parts(V, settings["BV"])), **given, **settings)
     return o, S_out, responses, blocks, residual_t, borders_t
+
+
+def _gradient_like(x: Tensor, row: int, ranks: Ranks) -> Tensor:
+    """A new tensor for gradients of `x`, 0 where no chunk may write to it: in one row of every document without a mask or packing."""
+    if ranks.docs is not None:
+        return torch.zeros_like(x)
+    found = torch.empty_like(x)
+    found[:, row] = 0
+    return found
 
 
 def window_backward(
@@ -851,7 +870,7 @@ def window_backward(
     residual_t: Tensor,
     borders_t: Tensor,
     d_o: Tensor,
-    d_S_out: Tensor,
+    d_S_out: Tensor | None,
     ranks: Ranks,
     form: Form,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -881,7 +900,8 @@ def window_backward(
     }
     given |= {"d_residual_t": d_residual_t, "d_borders_t": d_borders_t}
     passed = {"to_r": to_r, "from_o_t": d_residual_t, "d_o_t": d_o_t}
-    d_S, programs, runs = torch.empty_like(d_S_out), min(PROGRAMS, M), min(RUNS, blocks_of(M))
+    d_S = q.new_empty(ranks.documents, heads, K, V, dtype=torch.float32)
+    programs, runs = min(PROGRAMS, M), min(RUNS_BACK, blocks_of(M))
     with on_device(q):
         launch(window_transposed_kernel, (M,), **given, **passed, **_settings("apply", q, v, ranks, form))
         settings = _settings("scan_backward", q, v, ranks, form)
@@ -889,7 +909,7 @@ def window_backward(
         launch(scan_backward_kernel, grid, **given, **passed, dS_in=d_S_out, dS_out=d_S, **settings)
         del to_r, d_o_t, passed  # their memory is that of what follows
         d_responses, d_couplings = (q.new_empty(M, n, C, C, dtype=work) for n in (4, 2))
-        d_v, d_head_v, carry_v = torch.zeros_like(v), torch.zeros_like(head_v), v.new_empty(M, shared, V)
+        d_v, d_head_v, carry_v = _gradient_like(v, 0, ranks), torch.zeros_like(head_v), v.new_empty(M, shared, V)
         given |= {
             "d_v": d_v,
             "d_head_v": d_head_v,
@@ -906,11 +926,11 @@ def window_backward(
         del given["d_responses"], d_responses
         scratch = q.new_empty(runs, 18, BLOCK, BLOCK, dtype=torch.float32)
         history = q.new_empty(runs, 3, BLOCK, form.window, 2 * BLOCK, dtype=work)
-        settings |= {"total": blocks_of(M), "num_warps": 1}
+        settings |= {"total": blocks_of(M), "num_warps": 1, "UNROLL": 1}
         launch(within_backward_kernel, (runs,), **given, scratch=scratch, history=history, **settings)
         del scratch, history, given["d_blocks"]
         d_q = (torch.empty_like if ranks.rows is None else torch.zeros_like)(q)
-        d_k, d_head_x, carry_k = torch.zeros_like(k), torch.zeros_like(head_x), q.new_empty(M, shared, K)
+        d_k, d_head_x, carry_k = _gradient_like(k, -1, ranks), torch.zeros_like(head_x), q.new_empty(M, shared, K)
         given |= {"d_q": d_q, "d_k": d_k, "d_head": d_head_x, "carry_k": carry_k}
         launch(window_gradient_kernel, (M,), **given, **_settings("window_gradient", q, v, ranks, form))
         settings = {**_settings("apply", q, v, ranks, form), "BK": block(K), "BV": block(V)}

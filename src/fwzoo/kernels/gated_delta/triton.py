@@ -43,7 +43,7 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tens
 
 
 def _backward(
-    d_o: Tensor, d_S_out: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, S: Tensor,
+    d_o: Tensor | None, d_S_out: Tensor | None, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, S: Tensor,
     docs: Tensor | None, chunk_doc: Tensor | None, segment_doc: Tensor | None, rows: Tensor | None,
     sizes: list[int], scale: float, o: Tensor, S_out: Tensor, solve: Tensor, residual_t: Tensor, borders_t: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -60,8 +60,8 @@ def _backward(
         solve,
         residual_t,
         borders_t,
-        d_o.contiguous(),
-        d_S_out.contiguous(),
+        torch.zeros_like(o) if d_o is None else d_o.contiguous(),
+        None if d_S_out is None else d_S_out.contiguous(),
         ranks,
         form,
     )
@@ -69,10 +69,11 @@ def _backward(
     return d_q, d_k, d_v, d_log_decay, out_of_chunks(d_beta, ranks, beta.dtype), d_S
 
 
-def _fake_backward(d_o: Tensor, d_S_out: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+def _fake_backward(d_o: Any, d_S_out: Any, *arguments: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x) for x in arguments[:6])
 
 
 _gated_delta = custom(
-    "gated_delta", _forward, _backward, _fake_forward, _fake_backward, outputs=2, inputs=range(6), module=__name__
-)
+    "gated_delta", _forward, _backward, _fake_forward, _fake_backward, outputs=2, inputs=range(6), module=__name__,
+    materialize=False,
+)  # fmt: skip
