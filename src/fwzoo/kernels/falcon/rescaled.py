@@ -530,7 +530,7 @@ def _gain_gradients(
         tl.store(d_v + at, grad * gain * inverse, mask=ok)
         grad *= read(v + at, ok).to(tl.float32)
         rest = reads - grad * gain * inverse
-        d_log_decay = dot(later, rest) + crossing[None, :]
+        d_log_decay = tl.dot(later, rest, input_precision="tf32") + crossing[None, :]  # o has fewer digits
         if not AFTER:
             d_log_decay -= reads
         crossing += tl.sum(rest, 0)
