@@ -114,7 +114,7 @@ class Tokens(NamedTuple):
 def empty_state(documents: int, k: Tensor, rates: int, weights: Weights, chunk: int, dtype: torch.dtype) -> LactState:
     """The state before the first token: the initial weights `[H, .., ..]` for each of `documents` sequences.
 
-    Its pending tokens, which nobody writes, take no memory.
+    Its directions and pending tokens, which nobody writes, take no memory.
     """
     heads, size = k.shape[2], k.shape[3]
     w0, w1, w2 = (w.to(dtype).expand(documents, *w.shape) for w in weights)
@@ -127,7 +127,7 @@ def empty_state(documents: int, k: Tensor, rates: int, weights: Weights, chunk: 
     fields = (
         *(w0, w1, w2) * 2,
         *(torch.linalg.vector_norm(w, dim=-1) for w in (w0, w1, w2)),
-        *(torch.zeros_like(w) for w in (w0, w1, w2)),
+        *(wide.expand(w.shape) for w in (w0, w1, w2)),
         *pending,
         torch.zeros(documents, dtype=torch.long, device=k.device),
     )

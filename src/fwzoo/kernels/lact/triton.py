@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,9 +67,8 @@ def _pack(w0: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
 
 def _unpack(flat: Tensor, heads: int, size: int, hidden: int) -> tuple[Tensor, Tensor, Tensor]:
     """W0, W1, W2 with axes `[N, H, .., ..]`."""
-    both, w1 = split(flat, size, hidden)
-    w0, w2 = both.unflatten(1, (2, hidden)).unbind(1)
-    return tuple(x.unflatten(0, (-1, heads)).contiguous() for x in (w0, w1, w2))
+    w0, w2, w1 = flat.unflatten(1, (3, -1)).transpose(0, 1).contiguous().unflatten(1, (-1, heads))
+    return w0.unflatten(2, (hidden, size)), w1.unflatten(2, (size, hidden)), w2.unflatten(2, (hidden, size))
 
 
 def _scan(
@@ -109,24 +109,23 @@ def _scan(
         tile(q), k, v, rates, kept, full, weights, sums, norms, last, steps,
         [heads, hidden, updates, int(options.muon), int(keep)],
     )  # fmt: skip
-    fields = [weights, new_sums if options.prenorm else weights, new_last]
+    fields = [weights, new_sums, new_last]
     if tiling is None:
         o = o_tiles.unflatten(1, (batch, heads)).permute(1, 0, 3, 2, 4).flatten(1, 2)
         if whole < length:
-            flat = weights
-            (rest,) = _read_operator(q[:, whole:].transpose(1, 2).flatten(0, 1), flat, hidden)
+            (rest,) = _read_operator(q[:, whole:].transpose(1, 2).flatten(0, 1), weights, hidden)
             o = torch.cat([o, rest.unflatten(0, (batch, heads)).transpose(1, 2)], 1)
-        pending = [_padded(x[:, whole:], chunk) for x in tokens]
+        pending = _waiting(tokens, whole, chunk)
         count = torch.full_like(state.count, length - whole)
     else:
         o = tiling.untile(o_tiles, heads)
         fields = [_leave(tiling, x, heads) for x in fields]
         pending, count = waiting_tokens(tiling, tiles, heads, chunk)
-    new = [_unpack(x, heads, size, hidden) for x in fields[: 3 if options.momentum else 2]]
-    new[1] = new[1] if options.prenorm else new[0]
-    directions = new[2] if options.momentum else state[9:12]
+    moved, own_sums, directions = ([*_unpack(x, heads, size, hidden)] if x.numel() else [] for x in fields)
     waiting = (x.to(old.dtype) for x, old in zip(pending, state.pending, strict=True))
-    return o, LactState._make((*new[0], *new[1], *state[6:9], *directions, *waiting, count))
+    return o, LactState._make(
+        (*moved, *(own_sums or moved), *state[6:9], *(directions or state[9:12]), *waiting, count)
+    )
 
 
 def _enter(tiling: Tiling, x: Tensor, heads: int) -> Tensor:
@@ -137,9 +136,17 @@ def _leave(tiling: Tiling, x: Tensor, heads: int) -> Tensor:
     return tiling.leave(x.unflatten(0, (-1, heads))).flatten(0, 1) if x.numel() else x
 
 
-def _padded(x: Tensor, chunk: int) -> Tensor:
-    """`[B, t, ..]` with zeros up to C tokens."""
-    return F.pad(x, (0, 0) * (x.ndim - 2) + (0, chunk - x.shape[1]))
+def _waiting(tokens: Tokens, start: int, chunk: int) -> list[Tensor]:
+    """The tokens from `start` on, with zeros up to C: `[B, C, ..]`."""
+    if start < tokens.k.shape[1]:
+        return [F.pad(x[:, start:], (0, 0) * (x.ndim - 2) + (0, chunk - x.shape[1] + start)) for x in tokens]
+    shapes = [(x.shape[0], chunk, *x.shape[2:]) for x in tokens]
+    made = []
+    for first, last in ((0, 2), (2, 6)):  # of one dtype, made at once
+        sizes = [math.prod(shape) for shape in shapes[first:last]]
+        pieces = tokens[first].new_zeros(sum(sizes)).split(sizes)
+        made += [x.view(shape) for x, shape in zip(pieces, shapes[first:last], strict=True)]
+    return made
 
 
 # --- the operator of a scan ---
