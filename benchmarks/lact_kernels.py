@@ -29,7 +29,7 @@ from rich.table import Table
 from torch import Tensor
 
 from fwzoo.kernels import lact
-from fwzoo.kernels.lact.muon import orthogonal
+from fwzoo.kernels.lact.muon import Orthogonal
 from fwzoo.kernels.lact.rules import orthogonal as orthogonal_plainly
 from kernels import Inputs, Row, measure, plot, versions
 
@@ -106,7 +106,8 @@ def accuracy(make: Callable[..., Inputs], run: Callable[..., Tensor]) -> float:
 def singular_values() -> dict[str, list[float]]:
     """Smallest, median and largest singular value of the orthogonalised direction: bf16 products, and float64."""
     flat = torch.randn(2, 3 * HIDDEN * SIZE, device="cuda")
-    narrow = orthogonal(flat.bfloat16(), SIZE, HIDDEN)[0].float().view(-1, HIDDEN, SIZE)
+    directions = flat.bfloat16()
+    narrow = Orthogonal(directions, SIZE, HIDDEN, directions[:0])(directions).float().view(-1, HIDDEN, SIZE)
     wide = orthogonal_plainly(flat.view(-1, HIDDEN, SIZE).double())
     values = {"bf16": torch.linalg.svdvals(narrow), "float64": torch.linalg.svdvals(wide)}
     return {name: [x.min().item(), x.median().item(), x.max().item()] for name, x in values.items()}

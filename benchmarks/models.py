@@ -8,6 +8,10 @@ Every measurement has a process of its own. All of them compile at the same time
 another, while the others wait.
 
     python benchmarks/models.py --models llama fla-gated-deltanet falcon1a falcon3a --out runs/models
+
+What a memory costs: training beside the same layout without it, and decoding after a long context beside a short one.
+
+    python benchmarks/models.py --models gdn gdn+fwpkm@2,6,10 --tokens 4096 --new-tokens 0 --contexts 1024 131072 --eager
 """
 
 from __future__ import annotations
@@ -41,6 +45,10 @@ MAYBE_EAGER = ("fla-gated-deltanet",)  # whose kernels torch.compile does not se
 READY = "ready"
 BARS = {"train T=1024": ("llama", 0.95), "train T=8192": ("fla-gated-deltanet", 1.4), "generate": ("llama", 8.0)}
 """What a model of the zoo should reach, in tokens a second of a peer's fastest way."""
+WITH_A_MEMORY = 0.8
+"""Likewise what a layout with a memory should reach in training, of the same way without it."""
+AFTER_A_LONG_CONTEXT = 1.1
+"""Most that a token may take after the longest of the contexts, in times of after the shortest."""
 
 
 def build(name: str) -> torch.nn.Module:
@@ -174,6 +182,28 @@ def decode(name: str, options: argparse.Namespace) -> Measure:
     return measure
 
 
+def decode_after(name: str, context: int, options: argparse.Namespace) -> Measure:
+    """What is returned measures the time of a token that follows `context` others, without that of reading these."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = build(name).bfloat16().eval()
+    ids = torch.randint(VOCABULARY, (1, context), device="cuda")
+    few, many = 16, 16 + options.after
+
+    def generate(tokens: int) -> None:
+        model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0)
+
+    def measure() -> dict[str, float]:
+        generate(few)
+        seconds = [timed(lambda i, tokens=tokens: generate(tokens), 2) for tokens in (few, many)]
+        if options.profile:
+            kernels_of(lambda: generate(64), options.out / f"{name}-after-{context}.txt")
+        return {"ms_per_token": 1000 * (seconds[1] - seconds[0]) / (many - few), "ms_context": 1000 * seconds[0]}
+
+    generate(few)
+    return measure
+
+
 def tasks_of(options: argparse.Namespace) -> list[tuple[str, str]]:
     """Model and what is measured of it ("train T=1024 compiled", "generate 512"); of a peer only what others are compared with."""
     tasks: list[tuple[str, str]] = []
@@ -182,6 +212,7 @@ def tasks_of(options: argparse.Namespace) -> list[tuple[str, str]]:
         tasks += [(name, f"train T={tokens} {way}") for tokens in options.tokens for way in ways]
         if options.new_tokens and name not in MAYBE_EAGER:
             tasks.append((name, f"generate {options.new_tokens}"))
+        tasks += [(name, f"decode after {context}") for context in options.contexts]
     needed = {(peer, task) for task, (peer, _) in BARS.items()}
     return [
         (name, what)
@@ -198,6 +229,8 @@ def work(name: str, what: str, options: argparse.Namespace) -> None:
     if kind == "train":
         with peers.turn(TOGETHER):
             measure = train(name, int(words[0].removeprefix("T=")), words[1] == "compiled", options)
+    elif kind == "decode":
+        measure = decode_after(name, int(words[1]), options)
     else:
         measure = decode(name, options)
     if peers.SHARE in os.environ:
@@ -217,6 +250,7 @@ class Worker:
         self._log = options.out / f"{name}-{what.replace(' ', '-')}.log"
         arguments = ["--models", name, "--work", what, "--out", str(options.out), "--steps", str(options.steps)]
         arguments += ["--new-tokens", str(options.new_tokens), "--prompt", str(options.prompt)]
+        arguments += ["--after", str(options.after)]
         arguments += ["--profile"] if options.profile else []
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log.open("w"), "text": True}
         self._process = peers.start(__file__, arguments, **pipes)
@@ -269,6 +303,16 @@ def compared(row: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         if mine and theirs:
             ratio = row[f"of {peer}"] = row["tokens_per_second"] / max(theirs)
             return f"  {ratio:.2f}x {peer} (at least {bar}: {'ok' if ratio >= bar else 'MISSED'})"
+    base, _, memory = row["model"].partition("+")
+    for other in rows[:-1]:
+        if memory and other["model"] == base and other["what"] == row["what"] and "tokens_per_second" in row:
+            ratio = row[f"of {base}"] = row["tokens_per_second"] / other["tokens_per_second"]
+            verdict = "ok" if ratio >= WITH_A_MEMORY else "MISSED"
+            return f"  {ratio:.2f}x {base} (at least {WITH_A_MEMORY}: {verdict})"
+        if row["what"].startswith("decode after") and other["model"] == row["model"] and "ms_context" in other:
+            ratio = row[f"of {other['what']}"] = row["ms_per_token"] / other["ms_per_token"]
+            verdict = "ok" if ratio <= AFTER_A_LONG_CONTEXT else "MISSED"
+            return f"  {ratio:.2f}x {other['what']} (at most {AFTER_A_LONG_CONTEXT}: {verdict})"
     return ""
 
 
@@ -280,6 +324,10 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="also train without torch.compile")
     parser.add_argument("--new-tokens", type=int, default=512, help="0: do not decode")
     parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument(
+        "--contexts", nargs="*", type=int, default=[], help="time a token after contexts of so many, the shortest first"
+    )
+    parser.add_argument("--after", type=int, default=512, help="tokens that are timed after a context")
     parser.add_argument("--profile", action="store_true", help="write the kernels of a step and of 32 tokens")
     parser.add_argument(
         "--patience", type=float, default=600, help="seconds after which what is not compiled is left out"

@@ -30,8 +30,8 @@ def probe(tokens: int, size: int = 64, gradients: bool = False) -> torch.Tensor:
     ("tokens", "gradients", "size", "options", "level", "why"),
     [
         (100, True, 64, {"rule": "falcon1"}, "triton", "CUDA"),
-        (1, True, 64, {"rule": "falcon2"}, "chunk", "earlier form"),
-        (100, True, 64, {"rule": "falcon3"}, "chunk", "earlier form"),
+        (1, True, 64, {"rule": "falcon2"}, "triton", "CUDA"),
+        (100, True, 64, {"rule": "falcon3"}, "triton", "CUDA"),
         (100, False, 64, {"rule": "falcon2", "decay_floor": 1e-6}, "chunk", "decay_floor is 1e-06"),
         (16, False, 64, {"rule": "falcon2", "decay_floor": 1e-6}, "triton", "CUDA"),
         (1, False, 64, {"rule": "falcon3a", "window": 8}, "triton", "CUDA"),
@@ -46,7 +46,6 @@ def test_what_auto_takes_on_a_gpu(
     q, v = probe(tokens, size, gradients), probe(tokens)
     found = explain(falcon, q, q, v, **options)
     assert found.level == level and why in str(found)
-    assert ("level='triton' runs when asked for" in str(found)) == (why == "earlier form")
 
 
 def test_what_was_not_shown_right_runs_when_asked_for(on_gpu: None) -> None:
@@ -62,8 +61,8 @@ def test_what_was_not_shown_right_runs_when_asked_for(on_gpu: None) -> None:
     ("config", "levels", "captured"),
     [
         (Falcon1Config.tiny(), {"training": "triton", "reading": "triton"}, True),
-        (Falcon2Config.tiny(), {"training": "chunk", "reading": "chunk"}, True),
-        (Falcon3Config.tiny(), {"training": "chunk", "reading": "chunk"}, False),
+        (Falcon2Config.tiny(), {"training": "triton", "reading": "triton"}, True),
+        (Falcon3Config.tiny(), {"training": "triton", "reading": "triton"}, True),
         (Falcon3AConfig.tiny(window=9), {"training": "chunk", "reading": "chunk"}, False),
         (Falcon1Config.tiny(head_dim=300), {"training": "chunk", "reading": "chunk"}, False),
         (Falcon1Config.tiny(kernel_level="chunk"), {"training": "chunk", "reading": "chunk"}, False),

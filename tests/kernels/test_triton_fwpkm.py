@@ -222,7 +222,7 @@ SHAPES: list[tuple[str, dict[str, int], dict[str, Any]]] = [
         {"batch": 1, "tokens": 200, "heads": 1, "n": 1024, "k": 64, "v": 96},
         {"top_k": 64, "chunk_size": 64},
     ),
-    ("few slots", {"batch": 2, "tokens": 2100, "heads": 1, "n": 8, "k": 32, "v": 64}, {"scope": "batch"}),
+    ("few slots", {"batch": 2, "tokens": 2100, "heads": 1, "n": 8, "k": 512, "v": 512}, {"scope": "batch"}),
     ("wide rows", {"batch": 1, "tokens": 140, "heads": 1, "n": 32, "k": 32, "v": 1500}, {"chunk_size": 64}),
 ]
 

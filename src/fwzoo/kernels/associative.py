@@ -170,6 +170,28 @@ def _decay_of(upto, upto_low, at, slot, LOW: tl.constexpr, C: tl.constexpr):
     return tl.exp(tl.minimum(high - b_high + (low - b_low), 0.0))
 
 
+@triton.jit
+def _operands(
+    left, head_x, right, head_v, weights, rows, n, start, length, missing, i, at, h, dk, dv, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    W: tl.constexpr, SHIFT: tl.constexpr, BACK: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Keys, values and weights of the pairs that a chunk adds to the state at its end (BACK: queries, output gradients, at its start)."""
+    e = tl.arange(0, C)
+    r = i * (C - W + 1) - (W - 1) + e
+    if BACK:
+        ok = (e >= W - 1) & (r < length)
+        row = row_of(rows, start, r, ok, MASKED) * H + h
+        lp, rp, lok, rok = left + row * K, right + row * V, ok, ok
+        w = tl.load(weights + at * (W + 3) + (W + 1) * C + e)
+    else:
+        lp, lok = key_pointers(left, head_x, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
+        rp, rok = value_pointers(right, head_v, rows, n, start, length, missing, h, r, H, V, W, SHIFT, MASKED)
+        w = tl.load(weights + at * (W + 3) + (W + 2) * C + e)
+    x = read(lp[:, None] + dk[None, :], lok[:, None] & (dk < K)[None, :])
+    y = read(rp[:, None] + dv[None, :], rok[:, None] & (dv < V)[None, :])
+    return x, y, w
+
+
 @triton.jit(do_not_specialize=FIXED)
 def _segment_states(
     left,
@@ -219,23 +241,14 @@ def _segment_states(
         i = step
         if BACK:
             i = begin + end - 1 - step
-        r = i * (C - W + 1) - (W - 1) + e
         at = ((chunk + i) * H + h) * C
         u_end = tl.load(upto + at + C - 1)
         low_end = u_end * 0.0
         if LOW:
             low_end = tl.load(upto_low + at + C - 1)
-        if BACK:
-            ok = (e >= W - 1) & (r < length)
-            row = row_of(rows, start, r, ok, MASKED) * H + h
-            lp, rp, lok, rok = left + row * K, right + row * V, ok, ok
-            w = tl.load(weights + at * (W + 3) + (W + 1) * C + e)
-        else:
-            lp, lok = key_pointers(left, head_x, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
-            rp, rok = value_pointers(right, head_v, rows, n, start, length, missing, h, r, H, V, W, SHIFT, MASKED)
-            w = tl.load(weights + at * (W + 3) + (W + 2) * C + e)
-        x = read(lp[:, None] + dk[None, :], lok[:, None] & (dk < K)[None, :])
-        y = read(rp[:, None] + dv[None, :], rok[:, None] & (dv < V)[None, :])
+        x, y, w = _operands(
+            left, head_x, right, head_v, weights, rows, n, start, length, missing, i, at, h, dk, dv, H, K, V, W, SHIFT, BACK, MASKED, C
+        )  # fmt: skip
         kept = tl.exp(u_end + low_end)
         S = S * kept + dot(tl.trans(x), (y.to(tl.float32) * w[:, None]).to(x.dtype))
         if ONES:
@@ -526,10 +539,11 @@ def _walk_back(
 
     The last key, and the first value where there is no key before, belong to no pair: theirs are 0.
 
-    GATES (of values): also, for this block of value columns, the gradients of P_{j,W-1} (far), of P_jd with d < W - 1 (close,
-    `[W - 1, C]` a chunk), what every token reads times its gradient (inner), and the sum of state times gradient at the
-    chunk's end (apart); where LOW instead of the last two (inner is given then: the part read from the state) the gradient of
-    every token's log-decay that comes from far pairs and the states, pair by pair, so that nothing cancels (apart).
+    GATES (of values): also, for this block of value columns, what every token reads times its gradient (inner), the sum of state times
+    gradient at the chunk's end (apart), and the gradients of P_{j,W-1} (far); with a window only what comes through the state of these, the
+    rest is that of `_pulls`. Where LOW instead (inner is given then: the part read from the state) the gradients of P_{j,W-1} (far), of P_jd
+    with d < W - 1 (close, `[W - 1, C]` a chunk), and the gradient of every token's log-decay that comes from far pairs and
+    the states, pair by pair, so that nothing cancels (apart).
     ENERGY (of keys): add what comes through the energy of the keys.
     Everything is computed transposed (pairs as rows, queries as columns) from loaded operands: no accumulator is transposed.
     """
@@ -594,7 +608,7 @@ def _walk_back(
             p = scores * read(mixes + at * C + e[:, None] * C + e[None, :], (e >= 0)[:, None])
         if mixes is not None and W == 1:
             scores = p
-        elif mixes is None or GATES:
+        elif mixes is None:
             s_high, s_low = _decays(upto, upto_low, at, tl.minimum(e + W - 1, C - 1), LOW)
             high, low = _decays(upto, upto_low, at, e - (1 - AFTER), LOW)
             now = e
@@ -603,18 +617,16 @@ def _walk_back(
             distance = now[None, :] - (1 - AFTER) - e[:, None]
             scores *= _decay(high[None, :], low[None, :], s_high[:, None], s_low[:, None], distance, LOW)
         slot = part * M * H * C + at + e
-        if GATES and (LOW or W > 1):
+        if GATES and LOW:
             # the gradient of P_jd: products of pairs that are d apart, undecayed there; of P_{j,W-1}: those of all far ones
             y = read(vp[:, None] + db[None, :], vok[:, None] & in_b)
             pull = dot(y, tl.trans(value))
             if ONES:
                 pull += once * tl.load(weight + at + e)[None, :]
             pull *= scores
-            given = crossing * 0.0
             for d in tl.static_range(W - 1):
                 near = tl.sum(tl.where(distance == d, pull, 0.0), 1)
                 tl.store(close + (part * M * H * C + at) * (W - 1) + d * C + e, near)
-                given += tl.sum(tl.load(weights + at * (W + 3) + d * C + e) * near, 0)
             if W > 1:
                 pull = tl.where(distance >= W - 1, pull, 0.0)
             d_full = tl.sum(pull, 1)
@@ -628,7 +640,7 @@ def _walk_back(
             if ONES:
                 d_full += once * tl.sum(scores * tl.load(weight + at + e)[None, :], 1)
                 d_full += once * to_end * tl.sum(pair.to(tl.float32) * dz[None, :], 1)
-            given = tl.sum(d_full * full, 0)
+            given = d_full * full
             found *= full[:, None]
         else:
             if W == 1:
@@ -636,13 +648,16 @@ def _walk_back(
             elif mixes is None:
                 p = scores * _parts(weights + at * (W + 3), distance, e, W, C)
             found = (full * to_end)[:, None] * carried + dot(p.to(pair.dtype), value)
-            if GATES:
+            if GATES and not LOW:  # the rest of this gradient is that of `_pulls`
+                y = read(vp[:, None] + db[None, :], vok[:, None] & in_b).to(tl.float32)
+                d_full = to_end * tl.sum(y * carried, 1)
+                given = tl.sum(y * found, 1)
+            elif GATES:
                 written = tl.sum(y.to(tl.float32) * carried, 1)
                 if ONES:
                     written += once * tl.sum(pair.to(tl.float32) * dz[None, :], 1)
                 written *= to_end
                 d_full += written
-                given += tl.sum(d_full * full, 0)
         if GATES:
             tl.store(far + slot, d_full)
         if GATES and not LOW:
@@ -653,7 +668,7 @@ def _walk_back(
                 reads = tl.sum(answer * value.to(tl.float32), 1)
             tl.store(inner + slot, reads)
             tl.store(apart + slot, crossing + tl.zeros([C], tl.float32))
-            crossing += tl.sum(reads, 0) - given
+            crossing += tl.sum(reads - given, 0)
         if GATES and LOW:
             # token r decays what earlier tokens wrote, for later ones to read
             reads = once * tl.load(inner + at + e)
@@ -689,8 +704,170 @@ def _walk_back(
                 dz = dz * kept + tl.sum(ask.to(tl.float32) * share[:, None], 0)
 
 
+@triton.jit(do_not_specialize=["T", "NC"])
+def _pulls(
+    query,
+    k,
+    head_x,
+    v,
+    head_v,
+    d_o,
+    first,
+    upto,
+    far,
+    close,
+    docs,
+    chunk_doc,
+    rows,
+    T,
+    NC,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    W: tl.constexpr,
+    SHIFT: tl.constexpr,
+    AFTER: tl.constexpr,
+    PLAIN: tl.constexpr,
+    MASKED: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Gradients of P within every chunk of a window, for 16-bit inputs: those of P_jd with d < W - 1 (close), and of P_{j,W-1} through
+    queries of the chunk (far). All chunks at once, where the walk would wait for its sums.
+    """
+    c, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
+    e, dk, dv = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
+    in_k, in_v = (dk < K)[None, :], (dv < V)[None, :]
+    r = i * (C - W + 1) - (W - 1) + e
+    at = (c * H + h) * C
+    token = (e >= W - 1) & (r < length)
+    row = row_of(rows, start, r, token, MASKED) * H + h
+    xp, xok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
+    vp, vok = value_pointers(
+        v, head_v, rows, n, start, length, missing_pairs(first, n, SHIFT), h, r, H, V, W, SHIFT, MASKED
+    )
+    pair = read(xp[:, None] + dk[None, :], xok[:, None] & in_k)
+    pull = dot(pair, tl.trans(read(query + row[:, None] * K + dk[None, :], token[:, None] & in_k)))
+    value = read(vp[:, None] + dv[None, :], vok[:, None] & in_v)
+    pull *= dot(value, tl.trans(read(d_o + row[:, None] * V + dv[None, :], token[:, None] & in_v)))
+    distance = e[None, :] - (1 - AFTER) - e[:, None]
+    for d in tl.static_range(W - 1):
+        tl.store(close + at * (W - 1) + d * C + e, tl.sum(tl.where(distance == d, pull, 0.0), 1))
+    whole, low = _decays(upto, upto, at, tl.minimum(e + W - 1, C - 1), False)
+    read_at, low = _decays(upto, upto, at, e - (1 - AFTER), False)
+    decay = tl.exp(tl.minimum(read_at[None, :] - whole[:, None], 0.0))
+    tl.store(far + at + e, tl.sum(tl.where(distance >= W - 1, pull * decay, 0.0), 1))
+
+
+SMALL = tl.constexpr(0.25)  # decays below it (and above the floor) have their gradients from `_low_decays`
+
+
+@triton.jit(do_not_specialize=FIXED)
+def _low_decays(
+    query,
+    k,
+    head_x,
+    v,
+    head_v,
+    d_o,
+    first,
+    weights,
+    upto,
+    state,
+    d_state,
+    low,
+    exact,
+    docs,
+    segment_doc,
+    rows,
+    decay_floor,
+    T,
+    NC,
+    NS,
+    SEG,
+    M,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    W: tl.constexpr,
+    SHIFT: tl.constexpr,
+    AFTER: tl.constexpr,
+    PLAIN: tl.constexpr,
+    MASKED: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Gradients of log-decays through pairs that are written before them and read behind them, pair by pair, of chunks with a low decay.
+
+    All that is read from a token on and all that is written from it on, as elsewhere in 16 bits, cancel but for rounding, and the gradient
+    of a decay is that of its logarithm divided by it. low: 1 for such chunks, `[M, H]`. exact: by blocks of value columns,
+    `[blocks, M, H, C]`. state, d_state: before segments, and its gradient after them, from which the walks to such a chunk begin.
+    """
+    q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    n, start, length, chunk, begin, end = _segment(q, docs, segment_doc, T, NC, NS, SEG, PLAIN, C - W + 1)
+    e, dk, dv = tl.arange(0, C), tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
+    missing = missing_pairs(first, n, SHIFT)
+    each = begin + tl.arange(0, C)  # a segment has no more chunks
+    slots = upto + ((chunk + each) * H + h)[:, None] * C + e[None, :]
+    to = tl.load(slots, mask=(each < end)[:, None] & (e >= 0)[None, :], other=0.0)
+    decay = tl.exp(to - tl.load(slots - 1, mask=(each < end)[:, None] & (e > 0)[None, :], other=0.0))
+    found = tl.max(((decay < SMALL) & (decay > 1.0001 * decay_floor)).to(tl.int32), 1)
+    tl.store(low + (chunk + each) * H + h, found, mask=(each < end) & (tl.program_id(1) == 0))
+    if tl.max(found, 0) > 0:
+        place = (q * H + h) * K * V + dk[:, None] * V + dv[None, :]
+        inside = (dk < K)[:, None] & (dv < V)[None, :]
+        for i in range(begin, end):
+            if tl.max(tl.where(each == i, found, 0), 0) > 0:
+                S = tl.load(state + place, mask=inside, other=0.0)
+                for j in range(begin, i):
+                    at = ((chunk + j) * H + h) * C
+                    x, y, w = _operands(
+                        k, head_x, v, head_v, weights, rows, n, start, length, missing, j, at, h, dk, dv, H, K, V, W, SHIFT, False, MASKED, C
+                    )  # fmt: skip
+                    S = S * tl.exp(tl.load(upto + at + C - 1)) + dot(
+                        tl.trans(x), (y.to(tl.float32) * w[:, None]).to(x.dtype)
+                    )
+                dS = tl.load(d_state + place, mask=inside, other=0.0)
+                for j in range(i + 1, end):
+                    at = ((chunk + end + i - j) * H + h) * C
+                    x, y, w = _operands(
+                        query, head_x, d_o, head_v, weights, rows, n, start, length, missing, end + i - j, at, h, dk, dv, H, K, V, W, SHIFT, True, MASKED, C
+                    )  # fmt: skip
+                    dS = dS * tl.exp(tl.load(upto + at + C - 1)) + dot(
+                        tl.trans(x), (y.to(tl.float32) * w[:, None]).to(x.dtype)
+                    )
+                at = ((chunk + i) * H + h) * C
+                x, y, _w = _operands(
+                    k, head_x, v, head_v, weights, rows, n, start, length, missing, i, at, h, dk, dv, H, K, V, W, SHIFT, False, MASKED, C
+                )  # fmt: skip
+                ask, grad, from_start = _operands(
+                    query, head_x, d_o, head_v, weights, rows, n, start, length, missing, i, at, h, dk, dv, H, K, V, W, SHIFT, True, MASKED, C
+                )  # fmt: skip
+                full = tl.load(weights + at * (W + 3) + (W - 1) * C + e)
+                to_end = tl.load(weights + at * (W + 3) + W * C + e)
+                reads = from_start * tl.sum(grad.to(tl.float32) * dot(ask, S.to(ask.dtype)), 1)
+                written = full * to_end * tl.sum(y.to(tl.float32) * dot(x, dS.to(x.dtype)), 1)
+                distance = e[None, :] - (1 - AFTER) - e[:, None]
+                whole, _low = _decays(upto, upto, at, tl.minimum(e + W - 1, C - 1), False)
+                until, _low = _decays(upto, upto, at, e - (1 - AFTER), False)
+                pull = dot(x, tl.trans(ask)) * dot(y, tl.trans(grad)) * full[:, None]
+                pull *= tl.exp(tl.minimum(until[None, :] - whole[:, None], 0.0))
+                # token r decays what earlier tokens wrote, for later ones to read
+                earlier = e[None, :] + W - 1 < e[:, None]
+                pull = dot(tl.where(earlier, 1.0, 0.0), tl.where(distance >= W - 1, pull, 0.0)) + reads[None, :]
+                d_u = tl.sum(tl.where(e[None, :] - e[:, None] >= 1 - AFTER, pull, 0.0), 1)
+                d_u += tl.sum(tl.where(earlier, written[None, :], 0.0), 1)
+                d_u += tl.sum(tl.sum(S * dS, 1), 0) * tl.exp(tl.load(upto + at + C - 1))
+                tl.store(exact + tl.program_id(1).to(tl.int64) * M * H * C + at + e, d_u)
+
+
 @triton.jit
 def gradients_of_chunk(
+    low,
+    exact,
     upto,
     upto_low,
     weights,
@@ -706,7 +883,13 @@ def gradients_of_chunk(
     LOW: tl.constexpr,
     C: tl.constexpr,
 ):
-    """From the gradients of P, and products of the walks, to those of strength and log-decay of every token of the chunk at `at`."""
+    """From the gradients of P, and products of the walks, to those of strength and log-decay of every token of the chunk at `at`.
+
+    low, exact: of `_low_decays`, or None.
+    """
+    apart_from_walks: tl.constexpr = W > 1 and not LOW  # see `_pulls`
+    FAR: tl.constexpr = PARTS + 1 if apart_from_walks else PARTS
+    CLOSE: tl.constexpr = 1 if apart_from_walks else PARTS
     e = tl.arange(0, C)
     d_c = tl.zeros([C], tl.float32)
     d_u = tl.zeros([C], tl.float32)
@@ -718,24 +901,30 @@ def gradients_of_chunk(
     if not LOW:
         # far pairs: all reads from here on, minus all that was written from here on, plus state times gradient at the end
         full = tl.zeros([C], tl.float32)
-        for part in tl.static_range(PARTS):
+        for part in tl.static_range(FAR):
             full += tl.load(far + part * size + at + e)
         full *= tl.load(weights + at * (W + 3) + (W - 1) * C + e)
         for d in tl.static_range(W - 1):
             j = e - d - (1 - AFTER)
             own = tl.load(weights + at * (W + 3) + d * C + j, mask=j >= 0, other=0.0)
-            for part in tl.static_range(PARTS):
+            for part in tl.static_range(CLOSE):
                 near = close + (part * size + at) * (W - 1) + d * C + j
                 reads -= own * tl.load(near, mask=j >= 0, other=0.0)
         later = e[None, :] - e[:, None]
         d_u += tl.sum(tl.where(later >= 1 - AFTER, reads[None, :], 0.0), 1)
         d_u -= tl.sum(tl.where(later >= 1 - W, full[None, :], 0.0), 1)
+        if low is not None:
+            is_low = tl.load(low + at // C + e * 0) > 0
+            by_pairs = tl.zeros([C], tl.float32)
+            for part in tl.static_range(PARTS):
+                by_pairs += tl.load(exact + part * size + at + e, mask=is_low, other=0.0)
+            d_u = tl.where(is_low, by_pairs, d_u)
     for back in tl.static_range(W):
         # this token is number `back` of those that write pair j
         j = e - back
         grad = tl.zeros([C], tl.float32)
         for up in tl.static_range(W - back):
-            for part in tl.static_range(PARTS):
+            for part in tl.static_range(FAR if up == 0 else CLOSE):
                 if up == 0:
                     grad += tl.load(far + part * size + at + j, mask=j >= 0, other=0.0)
                 else:
@@ -768,7 +957,9 @@ def _gate_gradients(
     C: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64) * C
-    _d_c, d_u = gradients_of_chunk(upto, upto_low, weights, inner, far, close, apart, at, size, PARTS, W, AFTER, LOW, C)
+    _d_c, d_u = gradients_of_chunk(
+        None, None, upto, upto_low, weights, inner, far, close, apart, at, size, PARTS, W, AFTER, LOW, C
+    )
     tl.store(d_log_decay + at + tl.arange(0, C), d_u)
 
 
@@ -1026,6 +1217,7 @@ class Associative:
         z_end: Tensor,
         kept: Kept,
         through_gates: Callable[[dict[str, Any]], Tensor | None] | None,
+        decay_floor: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]:
         """Gradients of q, k, v, head_x, head_v, S and z (None: it is 0).
 
@@ -1033,6 +1225,7 @@ class Associative:
             through_gates: gets the arguments from which `gradients_of_chunk` makes the gradients of strength and log-decay, and may
                 return that of the energies of keys, `[B * T, H]` by first row plus rank, to be added to that of the keys. None: nobody
                 wants them.
+            decay_floor: smallest decay of a token, if `through_gates` divides by decays.
         """
         ranks, heads, k_size, v_size = self.ranks, self.heads, self.k.shape[3], self.v.shape[3]
         d_o, weight = d_o.contiguous(), None
@@ -1053,8 +1246,10 @@ class Associative:
         )
         size = (of_values, ranks.chunks, heads, CHUNK) if gates else (0,)
         inner = self.q.new_empty((of_keys, *size[1:]) if wide and gates else size, dtype=torch.float32)
-        far, apart = (self.q.new_empty(size, dtype=torch.float32) for _ in range(2))
-        close = self.q.new_empty((*size[:-1], self.window - 1, size[-1]), dtype=torch.float32)
+        apart = self.q.new_empty(size, dtype=torch.float32)
+        pulls = gates and self.window > 1 and not wide
+        far = self.q.new_empty((size[0] + 1, *size[1:]) if pulls else size, dtype=torch.float32)
+        close = self.q.new_empty((1 if pulls else size[0], *size[1:-1], self.window - 1, size[-1]), dtype=torch.float32)
         d_energy = None
         with on_device(self.q):
             d_states, d_z_states = self._states(self.q, d_o, total, weight, True)
@@ -1079,9 +1274,25 @@ class Associative:
             outs = (inner, far, close, apart) if gates else None
             d_z_of_values = d_z_states if gates and ones else None
             self._walk_back(d_o, o, d_states, d_z_of_values, weight, product, (d_v, d_head_v), outs, None, False)
+            if pulls:
+                launch(
+                    _pulls, (ranks.chunks * heads,), d_o=d_o, far=far[-1], close=close, **self._common, chunk_doc=ranks.chunk_doc,
+                    BK=block(k_size), BV=block(v_size), num_warps=4, num_stages=1,
+                )  # fmt: skip
+            low: dict[str, Tensor] = {}
+            if gates and decay_floor is not None and not wide:
+                low = {
+                    "low": self.q.new_empty(ranks.chunks, heads, dtype=torch.int32),
+                    "exact": torch.empty_like(apart),
+                }
+                launch(
+                    _low_decays, (ranks.segments * heads, of_values), d_o=d_o, state=kept.states, d_state=d_states, **low, **self._common,
+                    decay_floor=decay_floor, BK=block(k_size), BV=cut("values", k_size, v_size, self.k)[0], num_warps=4, num_stages=1,
+                )  # fmt: skip
             if through_gates is not None:
                 d_energy = through_gates(
                     {
+                        **low,
                         "upto": self.upto,
                         "upto_low": self.upto_low,
                         "weights": self.weights,

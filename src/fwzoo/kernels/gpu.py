@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from .ranks import CHUNK, Ranks
 
 INTERPRET = tl.constexpr(INTERPRETING)
 PLAIN = (Tensor, torch.nn.Parameter)
+OPTIONS = ("num_warps", "num_stages", "maxnreg")  # of a launch
 
 
 def power(size: int) -> int:
@@ -46,6 +48,17 @@ def parts(size: int, block: int) -> int:
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """The device of `x` made current, so that a launch goes there."""
     return torch.cuda.device_of(x) if x.is_cuda else contextlib.nullcontext()
+
+
+@functools.cache
+def _shared_memory(device: int) -> int:
+    properties = triton.runtime.driver.active.utils.get_device_properties(device)
+    return int(properties["max_shared_mem"])
+
+
+def roomy(x: Tensor) -> bool:
+    """Whether a program on the device of `x` has the shared memory of a Hopper card, or is interpreted."""
+    return INTERPRETING or _shared_memory(x.get_device()) >= 200 * 1024
 
 
 class _Parameters(NamedTuple):
@@ -92,9 +105,9 @@ def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> Any:
     """`kernel[grid](**arguments)`, but what was compiled is found and started by fewer steps: Triton's own take 50 microseconds.
 
     The first argument is a tensor, on the current device. Arguments that the kernel has no parameter for are left out, but for
-    num_warps and num_stages. Returns what was compiled, nothing under the interpreter.
+    num_warps, num_stages and maxnreg. Returns what was compiled, nothing under the interpreter.
     """
-    options: dict[str, Any] = {name: arguments[name] for name in ("num_warps", "num_stages") if name in arguments}
+    options: dict[str, Any] = {name: arguments[name] for name in OPTIONS if name in arguments}
     if INTERPRETING:
         values = list(map(arguments.get, kernel.arg_names))
         with _disable_current_modes():  # what the interpreter does with torch is no part of the call
@@ -455,21 +468,28 @@ class Prepared:
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], varying: Sequence[str], **arguments: Any) -> None:
         self._kernel, self._grid, self._varying, self._arguments = kernel, grid, varying, arguments
-        self._given = [arguments.get(name) for name in kernel.arg_names]
+        self._given = [x.data_ptr() if isinstance(x := arguments.get(name), Tensor) else x for name in kernel.arg_names]
         self._at = [kernel.arg_names.index(name) for name in varying]
         self._compiled: dict[tuple[int, ...], Any] = {}
 
     def __call__(self, *values: Any) -> None:
         """Launch it; values: of the varying arguments."""
-        key = tuple([x.data_ptr() % 16 if isinstance(x, Tensor) else x >> 31 for x in values])
-        run = self._compiled.get(key)
-        if run is None:
+        given = self._given.copy()
+        key = []
+        for at, x in zip(self._at, values, strict=True):
+            if isinstance(x, Tensor):
+                given[at] = address = x.data_ptr()
+                key.append(address & 15)
+            else:
+                given[at] = x
+                key.append(x >> 31)
+        compiled = self._compiled.get(tuple(key))
+        if compiled is None or knobs.runtime.launch_enter_hook.calls:
             varying = dict(zip(self._varying, values, strict=True))
             compiled = launch(self._kernel, self._grid, **self._arguments, **varying)
             if compiled is not None:
-                self._compiled[key] = compiled[(*self._grid, 1, 1)[:3]]
+                self._compiled[tuple(key)] = compiled
             return
-        given = self._given.copy()
-        for at, x in zip(self._at, values, strict=True):
-            given[at] = x
-        run(*given)
+        stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+        x, y, z = (*self._grid, 1, 1)[:3]
+        compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *given)

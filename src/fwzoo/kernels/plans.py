@@ -3,7 +3,7 @@
 On a GPU the kernels of a call are often shorter than the Python around them. A function that only allocates tensors and launches
 kernels does the same for all tensors of the same shapes, so its second call is recorded (which allocations, which compiled
 kernels, and which tensor or part of one each argument was), and later ones allocate and launch what is in the plan. Nothing
-is kept on the GPU. A function that does anything else, such as another operator of torch, is not planned.
+is kept on the GPU. A function that does anything else, such as another operator of torch or a launch by Triton's own way, is not planned.
 
 Imported only by the `triton` levels.
 """
@@ -39,13 +39,23 @@ class Recording(TorchDispatchMode):
     Attributes:
         launches: grid, compiled kernel and arguments, tensors among them as they were given.
         made: all allocations. plain: whether there was nothing else.
+        started: launches that Triton knows of. Those that did not come through `gpu.launch` are not among `launches`.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.launches: list[tuple[tuple[int, ...], Any, list[Any]]] = []
         self.made: list[Tensor] = []
-        self.plain = True
+        self.plain, self.started = True, 0
+
+    def launched(self, _: Any) -> None:
+        """A hook of Triton, which calls it from every thread."""
+        self.started += getattr(_local, "recording", None) is self
+
+    @property
+    def complete(self) -> bool:
+        """Whether the launches and allocations are all that the call did."""
+        return self.plain and self.started <= len(self.launches)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
@@ -144,12 +154,14 @@ def planned(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*arguments)
         with Recording() as found:
             _local.recording = found
+            knobs.runtime.launch_enter_hook.add(found.launched)
             try:
                 results = function(*arguments)
             finally:
+                knobs.runtime.launch_enter_hook.remove(found.launched)
                 _local.recording = None
         made = Plan(arguments, results, found)
-        _plans[whole_key] = made if found.plain and made.valid else False
+        _plans[whole_key] = made if found.complete and made.valid else False
         return results
 
     return call

@@ -66,7 +66,7 @@ def _prepare(
         x = read_values(keys + (table * n + row)[:, None] * F + f[None, :], (row < n)[:, None] & (f < F)[None, :])
         x = x.to(tl.float32)
         y = x.to(rounded.dtype.element_ty)
-        tl.store(rounded + (table * NP + row)[:, None] * FP + f[None, :], y)
+        tl.store(rounded + (table * NP + row)[:, None] * FP + f[None, :], y, mask=(f < FP)[None, :])
         d = x - y.to(tl.float32)
         square += tl.sum(x * x, 1)
         rest += tl.sum(d * d, 1)
@@ -490,7 +490,7 @@ def _plan(top_k: int, heads: int, n: int, half_size: int, many: bool) -> _Plan:
         size,
         words + 2 * block_m,
         block_t := 64 if many else 16,
-        {"F": half_size, "FP": size, "NP": rows, "ROWS": 16, "BF": 32},
+        {"F": half_size, "FP": size, "NP": rows, "ROWS": 8, "BF": min(256, power(size))},
         {
             **{"F": half_size, "TOP": top_k, "BLOCKS": blocks, "BN": block_n, "BITS": bits, "GROUP": group},
             **{"FP": size, "BT": block_t, "BF": 32, "num_warps": 8, "num_stages": 3},
@@ -524,7 +524,7 @@ def _search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float, reading
     )
     grid = (-(-tokens // plan.block_t), plan.tables * plan.score["BLOCKS"], groups)
     with on_device(q):
-        launch_in_order(_prepare, (tables, plan.rows // 16), (keys, rounded, work, n), plan.prepare)
+        launch_in_order(_prepare, (tables, plan.rows // plan.prepare["ROWS"]), (keys, rounded, work, n), plan.prepare)
         launch_in_order(_candidates, grid, (q, rounded, work, tokens, heads, n, UNSURE), {**plan.score, "IDW": idw})
         launch_in_order(
             _finish,

@@ -234,10 +234,6 @@ def tables_fit(tensors: Sequence[Tensor]) -> str | None:
     return None
 
 
-UNPROVEN = "the kernels of product keys were shown right on a card in an earlier form only"
-"""Why `auto` does not take them."""
-
-
 def search_cannot(top_k: int) -> str | None:
     """Why the Triton kernels cannot read `top_k` slots, or None."""
     return f"top_k is {top_k}, and the Triton kernels take up to {MOST_SLOTS}" if top_k > MOST_SLOTS else None

@@ -17,16 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from .contract import may_overwrite_states
-from .falcon.eigenvalues import top_direction
+from .falcon.eigenvalues import top_direction, top_value
 from .falcon.rules import FalconState, Options
 from .gpu import block, launch, on_device, parts, read
 
 COLUMNS, WARPS = 32, 2  # of S that a program holds: enough for whole cache lines, few enough to stay in registers
-MANY, MANY_WARPS, STAGES = (
-    512,
-    4,
-    3,
-)  # heads from which on a program goes through all columns of one; its warps and pipeline stages
+# heads from which on a program goes through all columns of one; its warps and pipeline stages, and registers of a thread
+MANY, MANY_WARPS, STAGES, REGISTERS = 512, 4, 3, 128
 NOTHING = (None,) * 5
 
 
@@ -118,11 +115,41 @@ def _values(v, tail_v, n, h, t, begin, entries, tokens, heads, c, V: tl.constexp
 
 
 @triton.jit
-def _energy_of(energies, token, x, GATED: tl.constexpr, WINDOW: tl.constexpr, NEEDED: tl.constexpr):
-    """Summed energy of the keys that a token writes."""
+def _gram(x, WINDOW: tl.constexpr):
+    """Gram matrix of the keys x, a tuple of its entries. Up to 4 keys, all of it is one sum over threads."""
+    rows, gram = (), ()
+    if WINDOW > 4:
+        for i in tl.static_range(WINDOW):
+            for j in tl.static_range(WINDOW):
+                if j < i:
+                    gram = gram + (gram[j * WINDOW + i],)
+                else:
+                    gram = gram + (tl.sum(x[i].to(tl.float32) * x[j].to(tl.float32), 0),)
+    else:
+        for i in tl.static_range(4):
+            rows = rows + (x[i].to(tl.float32) if i < WINDOW else x[0].to(tl.float32) * 0.0,)
+        both = tl.join(tl.join(rows[0], rows[1]), tl.join(rows[2], rows[3]))  # key a + 2 b in column [a, b]
+        entries = (tl.sum(both[:, :, :, None, None] * both[:, None, None, :, :], 0),)
+        for level in tl.static_range(4):
+            halves = ()
+            for i in tl.static_range(1 << level):
+                even, odd = tl.split(entries[i])
+                halves = halves + (even, odd)
+            entries = halves
+        for i in tl.static_range(WINDOW):
+            for j in tl.static_range(WINDOW):
+                gram = gram + (entries[4 * j + i],)
+    return gram
+
+
+@triton.jit
+def _energy_of(energies, token, x, GATED: tl.constexpr, WINDOW: tl.constexpr, TOP: tl.constexpr, NEEDED: tl.constexpr):
+    """Summed energy of the keys that a token writes. TOP: their top eigenvalue."""
     summed = 0.0
     if energies is not None:
         summed = tl.load(energies + token)
+    elif GATED and NEEDED and TOP and WINDOW > 1:
+        summed = top_value(_gram(x, WINDOW), WINDOW)
     elif GATED and NEEDED:
         square = x[0].to(tl.float32) * x[0].to(tl.float32)
         for j in tl.static_range(1, WINDOW):
@@ -279,7 +306,7 @@ def _steps(
         x = _keys(k, key, tail_x, n, h, t, begin, new_k, tokens, heads, d, K, WINDOW, SHIFTED)
         row = read(q + token * K + d, d < K * alive).to(tl.float32)
         wanted = (row * scale)[:, None]
-        summed = _energy_of(energies, token, x, GATED, WINDOW, DIVIDE or COUPLED)
+        summed = _energy_of(energies, token, x, GATED, WINDOW, REGRESSION, DIVIDE or COUPLED)
         pairs = tl.minimum(tl.maximum(before + t + 1 - begin, 1), WINDOW).to(tl.float32)
         if z is not None:
             decay = 1.0
@@ -343,6 +370,11 @@ def _steps(
             tl.store(new_count + n, tl.minimum(before + pairs_of_call, WINDOW - 1))
 
 
+def _many(q: Tensor) -> bool:
+    """Whether a program goes through all columns of a head."""
+    return q.shape[1] == 1 and q.shape[0] * q.shape[2] >= MANY
+
+
 def _run(
     q: Tensor,
     k: Tensor,
@@ -365,7 +397,7 @@ def _run(
     o = v.new_empty(batch, tokens, heads, v_size)
     block_k, block_v = block(k_size), min(block(v_size), COLUMNS if k_size <= 128 else 16)
     blocks = parts(v_size, block_v)
-    through = 0 if tokens > 1 else blocks if batch * heads >= MANY else 1
+    through = blocks if _many(q) else int(tokens == 1)
     names = ("key", "tail_x", "tail_v", "has_key", "count")
     with on_device(q):
         launch(
@@ -373,7 +405,7 @@ def _run(
             **dict(zip(names, state, strict=True)), energies=energies, real=mask, z=z[0], S=S,
             **{f"new_{name}": x for name, x in zip(names, new, strict=True)}, new_z=z[1], new_S=new_S, o=o, tokens=tokens, heads=heads,
             K=k_size, V=v_size, WINDOW=window, MASKED=mask is not None, BLOCK_K=block_k, BLOCK_V=block_v, PARTS=through,
-            STAGES=STAGES, num_warps=WARPS if through < 2 else MANY_WARPS, **options,
+            STAGES=STAGES, **({"num_warps": WARPS} if through < 2 else {"num_warps": MANY_WARPS, "maxnreg": REGISTERS}), **options,
         )  # fmt: skip
     return o, new_S
 
@@ -466,8 +498,8 @@ def _moving(state: FalconState) -> tuple[Tensor, ...]:
 
 
 def _energies(q: Tensor, k: Tensor, state: FalconState, mask: Tensor | None, options: Options) -> Tensor | None:
-    """falcon3's energies before they are divided by the number of pairs `[N, T, H]`; None where the step sums them itself."""
-    if not (options.needs_energy and options.rule.regression and options.window > 1):
+    """falcon3's energies before they are divided by the number of pairs `[N, T, H]`; None where the step makes them itself."""
+    if not (options.needs_energy and options.rule.regression and options.window > 1) or _many(q):
         return None
     (batch, tokens, heads, k_size), few = q.shape, 2
     energies = q.new_empty(batch, tokens, heads, dtype=torch.float32)

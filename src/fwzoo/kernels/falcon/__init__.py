@@ -47,8 +47,6 @@ def _limits(
         )
     if RULES[rule].sliding and window > LARGEST_WINDOW:
         return Limits(cannot=f"window is {window}, and the Triton kernels take up to {LARGEST_WINDOW}")
-    if rule == "falcon3" or (rule == "falcon2" and not few):
-        return Limits(unproven=f"the kernels of {rule} were shown right on a card in an earlier form only")
     return Limits()
 
 

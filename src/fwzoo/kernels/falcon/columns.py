@@ -7,7 +7,8 @@ Within a chunk, with log-decay prefix u_tv of column v and b_jv = eta_jv v_jv,
 by halving: on every level the right half (2^level rows) of a block reads the left half, both rescaled to the border between them by factors
 F <= 1, so the work is one matrix product F * ((q x^T, masked) @ (F * b)) a level and no [C, C, V] tensor exists. Segments,
 states and the two directions are those of `associative.py`. A program holds a block of value columns. Gradients of decays are
-summed pair by pair, so that none cancels: near the floor they are multiplied by 10^4. This is for float32; 16-bit inputs go to `rescaled.py`.
+summed pair by pair, so that none cancels: near the floor they are multiplied by 10^4. This is for float32; 16-bit inputs go to `rescaled.py`,
+but for chunks with a low decay, whose gradients of gains come from here too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,19 @@ import triton.language as tl
 from torch import Tensor
 
 from ..associative import FIXED, _segment, scan
-from ..gpu import block, dot, key_pointers, missing_pairs, of_chunk, on_device, read, row_of, value_pointers
+from ..gpu import (
+    block,
+    dot,
+    key_pointers,
+    launch,
+    missing_pairs,
+    of_chunk,
+    on_device,
+    parts,
+    read,
+    row_of,
+    value_pointers,
+)
 from ..ranks import CHUNK, Ranks
 from .prepass import energy_backward
 from .rescaled import Rescaled
@@ -30,10 +43,17 @@ from .rules import Options
 
 ROOM = {"states": 4096, "values": 4096, "scores": 2048, "keys": 4096}  # elements of a tile that a program holds
 
+SOME = 16  # chunks of a program that looks for low decays
+
 
 def cut(kind: str, rows: int, columns: int) -> int:
     """Columns of a tile `[rows, columns]` that one program holds."""
     return min(64, block(columns), max(16, ROOM[kind] // block(rows)))
+
+
+def low_columns(rows: int, columns: int) -> int:
+    """Columns that a program of `Columns.low_values` holds, of a block of `columns`."""
+    return min(columns, 32 if block(rows) <= 128 else 16)
 
 
 @triton.jit
@@ -55,9 +75,10 @@ def _unclamped(gain, upto, upto_low, at, DIVIDE: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _decay_over(chosen, log_decay):
+def _decay_over(chosen, log_decay, PRECISION: tl.constexpr):
     """exp of the sums of log-decays `[C, BV]` over chosen rows `[C, C]`: sums, never differences of sums."""
-    return tl.exp(tl.minimum(dot(tl.where(chosen, 1.0, 0.0).to(log_decay.dtype), log_decay), 0.0))
+    chosen = tl.where(chosen, 1.0, 0.0).to(log_decay.dtype)
+    return tl.exp(tl.minimum(tl.dot(chosen, log_decay, input_precision=PRECISION), 0.0))
 
 
 @triton.jit
@@ -139,14 +160,164 @@ def _column_states(
         x = read(lp[:, None] + dk[None, :], lok[:, None] & (dk < K)[None, :])
         y = read(rp[:, None] + dv[None, :], rok[:, None] & (dv < V)[None, :])
         if BACK:
-            w = _decay_over(e[:, None] - e[None, :] >= 1 - AFTER, log_decay.to(x.dtype))
+            w = _decay_over(e[:, None] - e[None, :] >= 1 - AFTER, log_decay.to(x.dtype), "tf32x3")
         else:
-            w = eta * _decay_over(e[None, :] > e[:, None], log_decay.to(x.dtype))
+            w = eta * _decay_over(e[None, :] > e[:, None], log_decay.to(x.dtype), "tf32x3")
         S = S * tl.exp(u_end)[None, :] + dot(tl.trans(x), (y.to(tl.float32) * w).to(x.dtype))
         sum_u += u_end
     own = state + ((q * H + h) * K + dk)[:, None] * V + dv[None, :]
     tl.store(own, S, mask=(dk < K)[:, None] & (dv < V)[None, :])
     tl.store(total + (q * H + h) * V + dv, sum_u, mask=dv < V)
+
+
+@triton.jit
+def _dot(a, b, PRECISION: tl.constexpr):
+    return tl.dot(a, b.to(a.dtype), input_precision=PRECISION)
+
+
+@triton.jit
+def _segment_values(
+    q,
+    h,
+    n,
+    start,
+    length,
+    chunk,
+    begin,
+    end,
+    query,
+    k,
+    head_x,
+    v,
+    head_v,
+    beta,
+    d_o,
+    first,
+    strength,
+    upto,
+    upto_low,
+    state,
+    before,
+    out,
+    head_out,
+    d_beta,
+    d_strength,
+    d_decay,
+    rows,
+    decay_floor,
+    M,
+    NIL,
+    H,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    LEVELS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    AFTER: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    BACK: tl.constexpr,
+    MASKED: tl.constexpr,
+    C: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MORE: tl.constexpr,
+):
+    """Outputs of a segment from the state before it. BACK, from its end: gradients of values and gains.
+
+    BACK: `state` is the gradient after the segment, `before` the state before it: a segment is one chunk. NIL is 0, unknown to
+    the compiler. q: number of the segment; its document, first row, length, and chunks: as of `_segment`. out may be None.
+    MORE (BACK, without `state`): add the gradients of gains that come through other readers, whose output gradients are minus d_o.
+    """
+    part = tl.program_id(1).to(tl.int64)
+    e, dk = tl.arange(0, C), tl.arange(0, BK)
+    dv = tl.program_id(1) * BV + tl.arange(0, BV)
+    in_k, in_v = (dk < K)[None, :], (dv < V)[None, :]
+    own = ((q * H + h) * K + dk)[:, None] * V + dv[None, :]
+    S = tl.zeros([BK, BV], tl.float32)
+    if not MORE:
+        S += tl.load(state + own, mask=(dk < K)[:, None] & in_v, other=0.0).to(tl.float32)
+    missing = missing_pairs(first, n, SHIFT)
+    for step in range(begin, end):
+        i = step
+        if BACK:
+            i = begin + end - 1 - step
+        r = i * C + e
+        at = ((chunk + i) * H + h) * C
+        token = r < length
+        row = row_of(rows, start, r, token, MASKED) * H + h
+        gain = _gains(beta, row, token, dv, V)
+        eta = gain * tl.load(strength + at + e)[:, None]
+        log_decay = tl.log(tl.maximum(_unclamped(gain, upto, upto_low, at, DIVIDE, C), decay_floor))
+        u_end = tl.sum(log_decay, 0)
+        xp, xok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, 1, SHIFT, MASKED)
+        vp, vok = value_pointers(v, head_v, rows, n, start, length, missing, h, r, H, V, 1, SHIFT, MASKED)
+        a = read(query + row[:, None] * K + dk[None, :], token[:, None] & in_k).to(tl.float32)
+        x = read(xp[:, None] + dk[None, :], xok[:, None] & in_k).to(tl.float32)
+        kept = tl.exp(u_end)[None, :]
+        from_start = _decay_over(e[:, None] - e[None, :] >= 1 - AFTER, log_decay, PRECISION)
+        to_end = _decay_over(e[None, :] > e[:, None], log_decay, PRECISION)
+        if BACK:
+            given = read(d_o + row[:, None] * V + dv[None, :], token[:, None] & in_v).to(tl.float32)
+            if MORE:
+                given = -given
+            scores = _dot(x, tl.trans(a), PRECISION)  # [j, t]
+            found = _dot(x, S.to(x.dtype), PRECISION) * to_end
+            # log-decay s lies between what is written before s and read from s on: add exactly those pairs
+            y = read(vp[:, None] + dv[None, :], vok[:, None] & in_v).to(tl.float32)
+            S_before = tl.load(before + own, mask=(dk < K)[:, None] & in_v, other=0.0).to(tl.float32)
+            reads = _dot(a, S_before, PRECISION) * from_start * given
+            d_log_decay = tl.cumsum(reads, 0, reverse=True)
+            if not AFTER:
+                d_log_decay -= reads
+            d_log_decay += tl.cumsum(found * y * eta, 0) - found * y * eta
+            d_log_decay += tl.sum(S_before * S, 0)[None, :] * kept
+            forward_scores = _dot(a, tl.trans(x), PRECISION)
+            S = S * kept + _dot(tl.trans(a), (given.to(tl.float32) * from_start).to(a.dtype), PRECISION)
+        else:
+            b = read(vp[:, None] + dv[None, :], vok[:, None] & in_v).to(tl.float32) * eta
+            scores = _dot(a, tl.trans(x), PRECISION)  # [t, j]
+            found = _dot(a, S.to(a.dtype), PRECISION) * from_start
+            S = S * kept + _dot(tl.trans(x), (b * to_end).to(a.dtype), PRECISION)
+            given = b.to(a.dtype)
+        if AFTER:
+            found += tl.sum(tl.where(e[:, None] == e[None, :], scores, 0.0), 1)[:, None] * given
+        scores = scores.to(a.dtype)
+        for level in range(LEVELS):
+            F = _decay_over(_between(e[:, None], e[None, :], level, AFTER), log_decay, PRECISION)
+            if BACK:
+                crossed = tl.where(_crosses(e[None, :], e[:, None], level), scores, 0.0)
+            else:
+                crossed = tl.where(_crosses(e[:, None], e[None, :], level), scores, 0.0)
+            more = F * _dot(crossed.to(a.dtype), F * given, PRECISION)
+            found += more
+            if BACK:
+                crossed = tl.where(_crosses(e[:, None], e[None, :], level), forward_scores, 0.0)
+                pairs = more * y * eta + F * _dot(crossed, F * y * eta, PRECISION) * given
+                between = _between(e[None, :], e[:, None], level, AFTER)
+                d_log_decay += _dot(tl.where(between, 1.0, 0.0), pairs, PRECISION)
+        if BACK:
+            # loaded again: nothing of it is held in registers over the levels
+            gain = _gains(beta + NIL * i, row, token, dv, V)
+            inverse = tl.load(strength + at + e)[:, None]
+            raw = _unclamped(gain, upto, upto_low, at, DIVIDE, C)
+            eta = gain * inverse
+            y = read(vp[:, None] + (dv + NIL * i)[None, :], vok[:, None] & in_v).to(tl.float32)
+            if out is not None:
+                op, ok = value_pointers(out, head_out, rows, n, start, length, missing, h, r, H, V, 1, SHIFT, MASKED)
+                tl.store(op[:, None] + dv[None, :], found * eta, mask=ok[:, None] & in_v)
+            d_eta = found * y
+            d_gamma = tl.where(raw >= decay_floor, d_log_decay / tl.maximum(raw, decay_floor), 0.0)
+            d_gain = d_eta * inverse - d_gamma * tl.load(upto_low + at + e)[:, None]
+            d_eta, d_gamma = tl.sum(gain * d_eta, 1), tl.sum(gain * d_gamma, 1)
+            to, slot, ok = d_beta + row[:, None] * V + dv[None, :], part * M * H * C + at + e, token[:, None] & in_v
+            if MORE:
+                d_gain += read(to, ok).to(tl.float32)
+                d_eta, d_gamma = d_eta + tl.load(d_strength + slot), d_gamma + tl.load(d_decay + slot)
+            tl.store(to, d_gain, mask=ok)
+            tl.store(d_strength + slot, d_eta)
+            tl.store(d_decay + slot, d_gamma)
+        else:
+            tl.store(out + row[:, None] * V + dv[None, :], found, mask=token[:, None] & in_v)
 
 
 @triton.jit(do_not_specialize=[*FIXED, "NIL"])
@@ -193,94 +364,74 @@ def _column_values(
     MASKED: tl.constexpr,
     C: tl.constexpr,
 ):
-    """Outputs of a segment from the state before it. BACK, from its end: gradients of values and gains.
-
-    BACK: `state` is the gradient after the segment, `before` the state before it: a segment is one chunk. NIL is 0, unknown to
-    the compiler.
-    """
+    """`_segment_values` of every segment and block of columns."""
     q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     n, start, length, chunk, begin, end = _segment(q, docs, segment_doc, T, NC, NS, SEG, PLAIN, C)
-    part = tl.program_id(1).to(tl.int64)
-    e, dk = tl.arange(0, C), tl.arange(0, BK)
-    dv = tl.program_id(1) * BV + tl.arange(0, BV)
-    in_k, in_v = (dk < K)[None, :], (dv < V)[None, :]
-    own = ((q * H + h) * K + dk)[:, None] * V + dv[None, :]
-    S = tl.load(state + own, mask=(dk < K)[:, None] & in_v, other=0.0)
-    missing = missing_pairs(first, n, SHIFT)
-    for step in range(begin, end):
-        i = step
-        if BACK:
-            i = begin + end - 1 - step
-        r = i * C + e
-        at = ((chunk + i) * H + h) * C
-        token = r < length
-        row = row_of(rows, start, r, token, MASKED) * H + h
-        gain = _gains(beta, row, token, dv, V)
-        eta = gain * tl.load(strength + at + e)[:, None]
-        log_decay = tl.log(tl.maximum(_unclamped(gain, upto, upto_low, at, DIVIDE, C), decay_floor))
-        u_end = tl.sum(log_decay, 0)
-        xp, xok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, 1, SHIFT, MASKED)
-        vp, vok = value_pointers(v, head_v, rows, n, start, length, missing, h, r, H, V, 1, SHIFT, MASKED)
-        a = read(query + row[:, None] * K + dk[None, :], token[:, None] & in_k)
-        x = read(xp[:, None] + dk[None, :], xok[:, None] & in_k)
-        log_decay = log_decay.to(a.dtype)
-        kept = tl.exp(u_end)[None, :]
-        from_start = _decay_over(e[:, None] - e[None, :] >= 1 - AFTER, log_decay)
-        to_end = _decay_over(e[None, :] > e[:, None], log_decay)
-        if BACK:
-            given = read(d_o + row[:, None] * V + dv[None, :], token[:, None] & in_v)
-            scores = dot(x, tl.trans(a))  # [j, t]
-            found = dot(x, S.to(x.dtype)) * to_end
-            # log-decay s lies between what is written before s and read from s on: add exactly those pairs
-            y = read(vp[:, None] + dv[None, :], vok[:, None] & in_v)
-            S_before = tl.load(before + own, mask=(dk < K)[:, None] & in_v, other=0.0)
-            reads = dot(a, S_before) * from_start * given
-            d_log_decay = tl.cumsum(reads, 0, reverse=True)
-            if not AFTER:
-                d_log_decay -= reads
-            d_log_decay += tl.cumsum(found * y * eta, 0) - found * y * eta
-            d_log_decay += tl.sum(S_before * S, 0)[None, :] * kept
-            forward_scores = dot(a, tl.trans(x))
-            S = S * kept + dot(tl.trans(a), (given.to(tl.float32) * from_start).to(a.dtype))
-        else:
-            b = read(vp[:, None] + dv[None, :], vok[:, None] & in_v).to(tl.float32) * eta
-            scores = dot(a, tl.trans(x))  # [t, j]
-            found = dot(a, S.to(a.dtype)) * from_start
-            S = S * kept + dot(tl.trans(x), (b * to_end).to(a.dtype))
-            given = b.to(a.dtype)
-        if AFTER:
-            found += tl.sum(tl.where(e[:, None] == e[None, :], scores, 0.0), 1)[:, None] * given
-        scores = scores.to(a.dtype)
-        for level in range(LEVELS):
-            F = _decay_over(_between(e[:, None], e[None, :], level, AFTER), log_decay)
-            if BACK:
-                crossed = tl.where(_crosses(e[None, :], e[:, None], level), scores, 0.0)
-            else:
-                crossed = tl.where(_crosses(e[:, None], e[None, :], level), scores, 0.0)
-            more = F * dot(crossed.to(a.dtype), F * given)
-            found += more
-            if BACK:
-                crossed = tl.where(_crosses(e[:, None], e[None, :], level), forward_scores, 0.0)
-                pairs = more * y * eta + F * dot(crossed, F * y * eta) * given
-                between = _between(e[None, :], e[:, None], level, AFTER)
-                d_log_decay += dot(tl.where(between, 1.0, 0.0), pairs)
-        if BACK:
-            # loaded again: nothing of it is held in registers over the levels
-            gain = _gains(beta + NIL * i, row, token, dv, V)
-            inverse = tl.load(strength + at + e)[:, None]
-            raw = _unclamped(gain, upto, upto_low, at, DIVIDE, C)
-            eta = gain * inverse
-            y = read(vp[:, None] + (dv + NIL * i)[None, :], vok[:, None] & in_v).to(tl.float32)
-            op, ok = value_pointers(out, head_out, rows, n, start, length, missing, h, r, H, V, 1, SHIFT, MASKED)
-            tl.store(op[:, None] + dv[None, :], found * eta, mask=ok[:, None] & in_v)
-            d_eta = found * y
-            d_gamma = tl.where(raw >= decay_floor, d_log_decay / tl.maximum(raw, decay_floor), 0.0)
-            d_gain = d_eta * inverse - d_gamma * tl.load(upto_low + at + e)[:, None]
-            tl.store(d_beta + row[:, None] * V + dv[None, :], d_gain, mask=token[:, None] & in_v)
-            tl.store(d_strength + part * M * H * C + at + e, tl.sum(gain * d_eta, 1))
-            tl.store(d_decay + part * M * H * C + at + e, tl.sum(gain * d_gamma, 1))
-        else:
-            tl.store(out + row[:, None] * V + dv[None, :], found, mask=token[:, None] & in_v)
+    _segment_values(
+        q, h, n, start, length, chunk, begin, end, query, k, head_x, v, head_v, beta, d_o, first, strength, upto, upto_low, state, before, out, head_out, d_beta, d_strength, d_decay, rows, decay_floor, M, NIL, H, K, V, BK, BV, LEVELS, SHIFT, AFTER, DIVIDE, BACK, MASKED, C, "tf32x3", False,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T", "NC", "M", "NIL"])
+def _low_column_values(
+    low,
+    query,
+    k,
+    head_x,
+    v,
+    head_v,
+    beta,
+    d_o,
+    first,
+    strength,
+    upto,
+    upto_low,
+    state,
+    before,
+    out,
+    head_out,
+    d_beta,
+    d_strength,
+    d_decay,
+    docs,
+    chunk_doc,
+    rows,
+    decay_floor,
+    T,
+    NC,
+    M,
+    NIL,
+    H,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    LEVELS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    AFTER: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    PLAIN: tl.constexpr,
+    MASKED: tl.constexpr,
+    C: tl.constexpr,
+    SOME: tl.constexpr,
+    SHARE: tl.constexpr,
+    MORE: tl.constexpr,
+):
+    """`_segment_values`, BACK, of those chunks that have a low decay (see `rescaled.LOW`); a program looks at SOME of them.
+
+    low: `[blocks, M, H]`, for every SHARE blocks of columns of this kernel.
+    """
+    some = tl.program_id(0) * SOME
+    low += tl.program_id(1) // SHARE * M * H
+    each = some + tl.arange(0, SOME)
+    if tl.max(tl.load(low + each, mask=each < M * H, other=0), 0) > 0:
+        for index in range(some, tl.minimum(some + SOME, (M * H).to(tl.int32))):
+            if tl.load(low + index) > 0:
+                q, h = (index // H).to(tl.int64), index % H
+                n, start, length, i = of_chunk(q, docs, chunk_doc, T, NC, PLAIN)
+                _segment_values(
+                    q, h, n, start, length, q - i, i, i + 1, query, k, head_x, v, head_v, beta, d_o, first, strength, upto, upto_low, state, before, out, head_out, d_beta, d_strength, d_decay, rows, decay_floor, M, NIL, H, K, V, BK, BV, LEVELS, SHIFT, AFTER, DIVIDE, True, MASKED, C, "tf32", MORE,
+                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T", "NC"])
@@ -336,7 +487,7 @@ def _column_scores(
             same = tl.sum(g.to(tl.float32) * b.to(tl.float32), 1)
             found += tl.where(e[:, None] == e[None, :], same[:, None], 0.0)
         for level in range(LEVELS):
-            F = _decay_over(_between(e[:, None], e[None, :], level, AFTER), log_decay)
+            F = _decay_over(_between(e[:, None], e[None, :], level, AFTER), log_decay, "tf32x3")
             more = dot((F * g).to(y.dtype), tl.trans((F * b).to(y.dtype)))
             found += tl.where(_crosses(e[:, None], e[None, :], level), more, 0.0)
     tl.store(scores + (at + e)[:, None] * C + e[None, :], found)
@@ -409,8 +560,8 @@ def _column_keys(
         y = read(vp[:, None] + dv[None, :], vok[:, None] & in_v)
         g = read(d_o + row[:, None] * V + dv[None, :], token[:, None] & in_v)
         log_decay = log_decay.to(y.dtype)
-        g_start = (g * _decay_over(e[:, None] - e[None, :] >= 1 - AFTER, log_decay)).to(y.dtype)
-        b_end = (y.to(tl.float32) * eta * _decay_over(e[None, :] > e[:, None], log_decay)).to(y.dtype)
+        g_start = (g * _decay_over(e[:, None] - e[None, :] >= 1 - AFTER, log_decay, "tf32x3")).to(y.dtype)
+        b_end = (y.to(tl.float32) * eta * _decay_over(e[None, :] > e[:, None], log_decay, "tf32x3")).to(y.dtype)
         if BACK:
             z = read(query + row[:, None] * K + dk[None, :], token[:, None] & in_k)
             weight = read(scores + at * C + e[:, None] + e[None, :] * C, e[:, None] >= 0)
@@ -479,27 +630,42 @@ class Columns:
     def _cut(self, kind: str) -> tuple[tuple[int, int], dict[str, int]]:
         """Grid and launch options."""
         columns = cut(kind, self.k.shape[3], self.v.shape[3])
-        grid = (self.ranks.segments * self.q.shape[2], triton.cdiv(self.v.shape[3], columns))
+        grid = (self.ranks.segments * self.q.shape[2], parts(self.v.shape[3], columns))
         return grid, {"BV": columns, "num_warps": 4, "num_stages": 1}
 
     def _states(self, left: Tensor, right: Tensor, back: bool) -> tuple[Tensor, Tensor]:
         segments, heads = self.ranks.segments, self.q.shape[2]
         state = self.q.new_empty(segments, heads, self.k.shape[3], self.v.shape[3], dtype=torch.float32)
         total = self.q.new_empty(segments, heads, self.v.shape[3], dtype=torch.float32)
-        grid, launch = self._cut("states")
-        _column_states[grid](
-            left=left, head_x=self.head_x, right=right, head_v=self.head_v, state=state, total=total, BACK=back,
-            **self._common(), **launch,
+        grid, options = self._cut("states")
+        launch(
+            _column_states, grid, left=left, head_x=self.head_x, right=right, head_v=self.head_v, state=state, total=total, BACK=back,
+            **self._common(), **options,
         )  # fmt: skip
         return state, total
 
     def _values(self, state: Tensor, back: bool, **tensors: Tensor | None) -> None:
         names = ("d_o", "before", "out", "head_out", "d_beta", "d_strength", "d_decay")
-        grid, launch = self._cut("values")
-        _column_values[grid](
-            query=self.q, k=self.k, head_x=self.head_x, v=self.v, head_v=self.head_v, state=state, BACK=back,
+        grid, options = self._cut("values")
+        launch(
+            _column_values, grid, query=self.q, k=self.k, head_x=self.head_x, v=self.v, head_v=self.head_v, state=state, BACK=back,
             M=self.ranks.chunks, NIL=0, LEVELS=(CHUNK - 1).bit_length(), **{name: tensors.get(name) for name in names},
-            **self._common(), **launch,
+            **self._common(), **options,
+        )  # fmt: skip
+
+    def low_values(self, low: Tensor, width: int, more: bool = False, **tensors: Tensor | None) -> None:
+        """Gradients of values and gains, from the end as by `_values`, of chunks and blocks of columns where `low`, `[blocks, M, H]`, is not 0.
+
+        Args:
+            width: columns of such a block, of which a program holds `low_columns`. more: see `_segment_values`.
+        """
+        (_, chunks, heads), columns = low.shape, low_columns(self.k.shape[3], width)
+        names = ("state", "before", "out", "d_beta", "d_strength", "d_decay")
+        given = {"query": self.q, **{name: tensors.get(name) for name in names}, **tensors}
+        launch(
+            _low_column_values, (parts(chunks * heads, SOME), parts(self.v.shape[3], columns)), low=low, k=self.k, head_x=self.head_x, v=self.v,
+            head_v=self.head_v, **given, **self._common(), chunk_doc=self.ranks.chunk_doc, M=chunks, NIL=0, MORE=more,
+            LEVELS=(CHUNK - 1).bit_length(), BV=columns, SOME=SOME, SHARE=width // columns, num_warps=4, num_stages=1,
         )  # fmt: skip
 
     def _keys(
@@ -507,8 +673,8 @@ class Columns:
     ) -> None:
         k_size, v_size = self.k.shape[3], self.v.shape[3]
         columns = cut("keys", v_size, k_size)
-        _column_keys[(self.ranks.segments * self.q.shape[2], triton.cdiv(k_size, columns))](
-            query=self.q, k=self.k, head_x=self.head_x, v=self.v, head_v=self.head_v, d_o=d_o, scores=scores, state=state,
+        launch(
+            _column_keys, (self.ranks.segments * self.q.shape[2], parts(k_size, columns)), query=self.q, k=self.k, head_x=self.head_x, v=self.v, head_v=self.head_v, d_o=d_o, scores=scores, state=state,
             out=out, head_out=head_out, BACK=back, **{**self._common(), "BK": columns, "BV": block(v_size)}, num_warps=4,
             num_stages=1,
         )  # fmt: skip
@@ -518,10 +684,9 @@ class Columns:
         heads, v_size = self.q.shape[2], self.v.shape[3]
         scores = self.q.new_empty(self.ranks.chunks, heads, CHUNK, CHUNK)
         columns = cut("scores", CHUNK, v_size)
-        common = {name: x for name, x in self._common().items() if name not in ("segment_doc", "NS", "SEG", "K", "BK")}
-        _column_scores[(self.ranks.chunks * heads,)](
-            v=self.v, head_v=self.head_v, d_o=d_o, scores=scores, chunk_doc=self.ranks.chunk_doc, BV=columns,
-            LEVELS=(CHUNK - 1).bit_length(), num_warps=4, num_stages=1, **common,
+        launch(
+            _column_scores, (self.ranks.chunks * heads,), v=self.v, head_v=self.head_v, d_o=d_o, scores=scores, chunk_doc=self.ranks.chunk_doc, BV=columns,
+            LEVELS=(CHUNK - 1).bit_length(), num_warps=4, num_stages=1, **self._common(),
         )  # fmt: skip
         return scores
 
@@ -558,7 +723,7 @@ class Columns:
         """
         ranks, d_o = self.ranks, d_o.contiguous()
         if (rescaled := self._rescaled) is not None:
-            found = rescaled.backward(d_o, o, d_S, S_end, states, total, through_gates)
+            found = rescaled.backward(d_o, o, d_S, S_end, states, total, through_gates, self.low_values)
             d_head_v = None if self.head_v is None else torch.zeros_like(self.head_v)
             return *found[:5], d_head_v, *found[5:]
         make = torch.empty_like if ranks.rows is None else torch.zeros_like
@@ -567,8 +732,8 @@ class Columns:
         if self.options.shifted and ranks.docs is None:  # the last key belongs to no pair
             d_k[:, -1] = 0
         d_head_x, d_head_v = (None if x is None else torch.zeros_like(x) for x in (self.head_x, self.head_v))
-        parts = self._cut("values")[0][1]
-        sums = self.q.new_empty(2, parts, ranks.chunks, self.q.shape[2], CHUNK, dtype=torch.float32)
+        of_values = self._cut("values")[0][1]
+        sums = self.q.new_empty(2, of_values, ranks.chunks, self.q.shape[2], CHUNK, dtype=torch.float32)
         with on_device(self.q):
             d_states, _ = self._states(self.q, d_o, True)
             d_S, _ = scan(d_states, total, d_S, ranks, states, S_end)

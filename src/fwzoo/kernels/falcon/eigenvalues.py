@@ -36,13 +36,45 @@ def top_direction(gram, W: tl.constexpr):
     """
     power = gram
     for _ in range(SQUARINGS // 3):
-        largest = power[0]
-        for i in tl.static_range(1, W):  # of a semidefinite matrix: on its diagonal
-            largest = tl.maximum(largest, power[i * W + i])
-        inverse, scaled = 1.0 / tl.maximum(largest, 1e-30), ()
-        for i in tl.static_range(W * W):
-            scaled = scaled + (power[i] * inverse,)
-        power = _square(_square(_square(scaled, W), W), W)
+        power = _eighth_power(power, W)
+    return _quotient(gram, power, W)
+
+
+@triton.jit
+def top_value(gram, W: tl.constexpr):
+    """The eigenvalue alone of one matrix, a tuple of scalars: most need few squarings."""
+    power, rounds, rest = gram, 0, 1.0
+    while (rounds < SQUARINGS // 3) & (rest > 1e-4):
+        power = _eighth_power(power, W)
+        rounds += 1
+        trace, square = power[0], power[0] * power[0]
+        for i in tl.static_range(1, W):
+            trace += power[i * W + i]
+            square += power[i * W + i] * power[i * W + i]
+            for j in tl.static_range(i):
+                square += 2.0 * power[i * W + j] * power[i * W + j]
+        rest = 1.0 - square / tl.maximum(
+            trace * trace, 1e-30
+        )  # the others' share, squared from here on: the error of the quotient
+    top, _u = _quotient(gram, power, W)
+    return top
+
+
+@triton.jit
+def _eighth_power(power, W: tl.constexpr):
+    """The 8th power of a semidefinite matrix over its largest entry."""
+    largest = power[0]
+    for i in tl.static_range(1, W):  # it is on the diagonal
+        largest = tl.maximum(largest, power[i * W + i])
+    inverse, scaled = 1.0 / tl.maximum(largest, 1e-30), ()
+    for i in tl.static_range(W * W):
+        scaled = scaled + (power[i] * inverse,)
+    return _square(_square(_square(scaled, W), W), W)
+
+
+@triton.jit
+def _quotient(gram, power, W: tl.constexpr):
+    """Eigenvalue and eigenvector of gram from a power of it that has rank 1."""
     best, place = power[0], power[0] * 0.0
     for i in tl.static_range(1, W):
         place = tl.where(power[i * W + i] > best, 1.0 * i, place)

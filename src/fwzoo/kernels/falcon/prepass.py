@@ -163,6 +163,8 @@ def _gates_backward(
     energy,
     d_strength,
     d_log_decay,
+    low,
+    exact,
     strength,
     upto,
     upto_low,
@@ -231,8 +233,8 @@ def _gates_backward(
     pull = tl.where(writes, lam * inverse, 0.0)
     if d_strength is None:
         d_eta, d_gamma = gradients_of_chunk(
-            upto, upto_low, weights, inner, far, close, apart, (c * H + h) * C, size, PARTS, W, AFTER, LOW, C
-        )
+            low, exact, upto, upto_low, weights, inner, far, close, apart, (c * H + h) * C, size, PARTS, W, AFTER, LOW, C
+        )  # fmt: skip
     else:
         d_eta, d_gamma = tl.load(d_strength + at), tl.load(d_log_decay + at)
     if not COLUMNS:

@@ -32,6 +32,8 @@ from .rules import Options
 
 STEP = 16  # rows of a step: 16 or 32
 CUTS = {"scores": (64, 4), "gains": (32, 4)}  # value columns that a program holds, and warps
+# Below it, gradients of decays are found pair by pair: what is read and what is written after one cancel, and it divides the rest.
+LOW = tl.constexpr(0.25)
 
 
 @triton.jit
@@ -154,6 +156,8 @@ def _rescaled_states(
     decays,
     state,
     total,
+    low,
+    borders,
     docs,
     segment_doc,
     rows,
@@ -161,11 +165,13 @@ def _rescaled_states(
     NC,
     NS,
     SEG,
+    M,
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    BLOCKS: tl.constexpr,
     SHIFT: tl.constexpr,
     BACK: tl.constexpr,
     PLAIN: tl.constexpr,
@@ -174,6 +180,9 @@ def _rescaled_states(
 ):
     """What the pairs of a segment (BACK: its queries and output gradients) add to the state at its end (BACK: start), and its
     log-decay. weights and blocks: as for `_rescaled_values`.
+
+    borders: instead, from the state before the segment (BACK: its gradient after it), those before (after) all chunks, `[M, H, K, V]`,
+    of segments with a low decay. low: `[BLOCKS, M, H]`, see `_gain_gradients`.
     """
     q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     n, start, length, chunk, begin, end = _segment(q, docs, segment_doc, T, NC, NS, SEG, PLAIN, C)
@@ -181,12 +190,23 @@ def _rescaled_states(
     in_k, in_v = dk < K, dv < V
     S = tl.zeros([BV, BK], tl.float32)
     sum_u = tl.zeros([BV], tl.float32)
+    place, inside = dv[:, None] + dk[None, :] * V, in_v[:, None] & in_k[None, :]
+    own_state = state + (q * H + h) * K * V + place
+    if borders is not None:
+        S += tl.load(own_state, mask=inside, other=0.0)
+        each = begin + e  # a segment has no more chunks
+        found = tl.zeros([C], tl.int32)
+        for part in tl.static_range(BLOCKS):
+            found += tl.load(low + (part * M + chunk + each) * H + h, mask=each < end, other=0)
+        end = tl.where(tl.max(found, 0) > 0, end, begin)
     for step in range(begin, end):
         i = step
         if BACK:
             i = begin + end - 1 - step
         r = i * C + e
         at = ((chunk + i) * H + h) * C
+        if borders is not None:
+            tl.store(borders + ((chunk + i) * H + h) * K * V + place, S, mask=inside)
         pairs, ok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, 1, SHIFT, MASKED)
         if BACK:
             ok = r < length
@@ -200,8 +220,9 @@ def _rescaled_states(
         kept = tl.load(last + 2 * V, mask=in_v, other=1.0) * tl.load(last + V, mask=in_v, other=1.0)
         S = kept[:, None] * S + dot((w * far).to(w.dtype), pair)
         sum_u += tl.log(tl.maximum(kept, 1e-37))
-    tl.store(state + (q * H + h) * K * V + dv[:, None] + dk[None, :] * V, S, mask=in_v[:, None] & in_k[None, :])
-    tl.store(total + (q * H + h) * V + dv, sum_u, mask=in_v)
+    if borders is None:
+        tl.store(own_state, S, mask=inside)
+        tl.store(total + (q * H + h) * V + dv, sum_u, mask=in_v)
 
 
 @triton.jit(do_not_specialize=FIXED)
@@ -466,6 +487,7 @@ def _gain_gradients(
     d_beta,
     d_strength,
     d_decay,
+    low,
     docs,
     segment_doc,
     rows,
@@ -487,7 +509,7 @@ def _gain_gradients(
     """From the gradient of b: those of v and beta, and the sums over columns of beta times the gradients of eta and gamma.
 
     The gradient of a log-decay is all that is read from it on, minus all that is written from it on, plus state times gradient
-    at the segment's end (`product`).
+    at the segment's end (`product`). low, `[programs, M, H]`: 1 where a decay of the chunk is below LOW, so that this is no good.
     """
     q, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     _n, start, length, chunk, begin, end = _segment(q, docs, segment_doc, T, NC, NS, SEG, PLAIN, C)
@@ -517,6 +539,8 @@ def _gain_gradients(
         part = tl.program_id(1).to(tl.int64) * M * H * C + slot
         tl.store(d_strength + part, tl.sum(gain * grad, 1))
         tl.store(d_decay + part, tl.sum(gain * d_gamma, 1))
+        smallest = tl.min(tl.min(tl.where(raw >= decay_floor, raw, 1.0), 1), 0)
+        tl.store(low + (tl.program_id(1) * M + chunk + i) * H + h, (smallest < LOW).to(tl.int32))
 
 
 @dataclass(frozen=True)
@@ -591,7 +615,15 @@ class Rescaled:
         total = self.q.new_empty(segments, heads, self.v.shape[3], dtype=torch.float32)
         grid, launch = self._cut(self.k.shape[3], self.v.shape[3], "BK", "BV")
         self._launch(
-            _rescaled_states, grid, launch, weights=weights, decays=decays, state=state, total=total, BACK=back
+            _rescaled_states,
+            grid,
+            launch,
+            weights=weights,
+            decays=decays,
+            state=state,
+            total=total,
+            BLOCKS=0,
+            BACK=back,
         )
         return state, total
 
@@ -614,8 +646,13 @@ class Rescaled:
         states: Tensor,
         total: Tensor,
         through_gates: Callable[[Tensor, Tensor], Tensor | None] | None,
+        low_chunks: Callable[..., None],
     ) -> tuple[Any, ...]:
-        """Gradients of q, k, v, beta, head_x and S, and beta times those of eta and gamma summed over columns, see `Columns`."""
+        """Gradients of q, k, v, beta, head_x and S, and beta times those of eta and gamma summed over columns, see `Columns`.
+
+        Args:
+            low_chunks: makes those of v, beta, eta and gamma anew in the chunks that have a low decay.
+        """
         ranks, d_o, heads, v_size = self.ranks, d_o.contiguous(), self.q.shape[2], self.v.shape[3]
         make = torch.empty_like if ranks.rows is None else torch.zeros_like
         d_q, d_v, d_beta = make(self.q), make(self.v), make(self.beta)
@@ -640,13 +677,34 @@ class Rescaled:
                 _, scale, _ = self._rescale(True)
             self._values(given, scale, decays, d_states, d_b, True)
             columns, warps = CUTS["gains"]
+            columns = min(columns, 32 if block(self.k.shape[3]) <= 128 else 16)  # of `Columns.low_values`, too
             blocks = parts(v_size, columns)
             sums = self.q.new_empty(2, blocks, ranks.chunks, heads, CHUNK, dtype=torch.float32)
+            low = torch.zeros(blocks, ranks.chunks, heads, dtype=torch.int32, device=d_o.device)
             self._launch(
                 _gain_gradients, (ranks.segments * heads, blocks), {"BV": columns}, d_o=d_o, o=o, d_b=d_b,
                 product=product.sum(2), d_v=d_v, d_beta=d_beta, d_strength=sums[0], d_decay=sums[1],
-                num_warps=warps, num_stages=1,
+                low=low, num_warps=warps, num_stages=1,
             )  # fmt: skip
+            del d_b, scale
+            before, after = (b.new_empty(ranks.chunks, *states.shape[1:]) for _ in range(2))
+            for weights, state, borders in ((b, states, before), (given, d_states, after)):
+                grid, launch = self._cut(self.k.shape[3], v_size, "BK", "BV")
+                self._launch(
+                    _rescaled_states, grid, launch, weights=weights, decays=decays, state=state, low=low, borders=borders,
+                    BLOCKS=blocks, BACK=state is d_states,
+                )  # fmt: skip
+            low_chunks(
+                low,
+                columns,
+                state=after,
+                before=before,
+                d_o=d_o,
+                out=d_v,
+                d_beta=d_beta,
+                d_strength=sums[0],
+                d_decay=sums[1],
+            )
             d_strength, d_decay = sums.sum(1)
             d_energy = None if through_gates is None else through_gates(d_strength, d_decay)
             self._keys(b, given, decays, scores, d_states, d_energy, d_k, d_head_x, True)

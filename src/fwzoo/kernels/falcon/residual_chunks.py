@@ -14,6 +14,7 @@ log-decays above -9.3 they are right to 4e-5, which is why float32 inputs go els
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,8 @@ from torch import Tensor
 from ..contract import INTERPRETING
 from ..gpu import block, key_pointers, launch, of_chunk, on_device, parts, read, row_of, tables
 from ..ranks import CHUNK, Ranks
+from .columns import Columns, low_columns
+from .rescaled import LOW
 from .rules import Options
 
 LEVELS = tl.constexpr((CHUNK - 1).bit_length())
@@ -204,14 +207,14 @@ def products_kernel(
 
 @triton.jit(do_not_specialize=["T", "NC", "H", "M"])
 def gains_kernel(
-    v, r, o, d_o, d_z, beta, strength, upto, upto_low, borders, d_borders, d_S, d_v, d_beta, d_strength, d_decay, docs, chunk_doc, rows,
+    v, r, o, d_o, d_z, beta, strength, upto, upto_low, borders, d_borders, d_S, d_v, d_beta, d_strength, d_decay, low, docs, chunk_doc, rows,
     decay_floor, T, NC, M, H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, AFTER: tl.constexpr, DIVIDE: tl.constexpr,
-    PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr,
+    PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """d_v and d_beta of a chunk, and the sums over columns of beta times the gradients of eta and gamma.
+    """d_v and d_beta of a chunk, and the sums over columns of beta times the gradients of eta and gamma, `[SHARE * programs, M, H, C]`.
 
     The gradient of a log-decay is state times gradient at the chunk's start, plus what later residuals and less what earlier reads
-    have added to it on the way.
+    have added to it on the way. low, `[programs, M, H]`: 1 where a decay is below LOW, so that this is no good.
     """
     index, n, h, _start, _length, i, _rank, token, row = _tokens(docs, chunk_doc, rows, T, NC, H, PLAIN, MASKED, C)
     at, dk, dv = index * C + tl.arange(0, C), tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
@@ -234,7 +237,9 @@ def gains_kernel(
         passed += reads
     d_gamma = tl.where(raw >= decay_floor, (passed + crossing) / tl.maximum(raw, decay_floor), 0.0)
     tl.store(d_beta + here, (grad * inverse - d_gamma * pull).to(d_beta.dtype.element_ty), mask=where)
-    part = tl.program_id(1).to(tl.int64) * M * H * C + at
+    smallest = tl.min(tl.min(tl.where(raw >= decay_floor, raw, 1.0), 1), 0)
+    tl.store(low + tl.program_id(1) * M * H + index, (smallest < LOW).to(tl.int32))
+    part = tl.program_id(1).to(tl.int64) * SHARE * M * H * C + at
     tl.store(d_strength + part, tl.sum(gain * grad, 1))
     tl.store(d_decay + part, tl.sum(gain * d_gamma, 1))
 
@@ -315,12 +320,22 @@ class Chunks:
         return o
 
     def backward(
-        self, d_o: Tensor, o: Tensor, r: Tensor, d_z: Tensor, borders: Tensor, d_borders: Tensor, d_S: Tensor
+        self,
+        d_o: Tensor,
+        o: Tensor,
+        r: Tensor,
+        d_z: Tensor,
+        borders: Tensor,
+        d_borders: Tensor,
+        d_S: Tensor,
+        writes: Columns,
+        pairs: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Gradients of q, k, v, beta and head_x, and beta times those of eta and gamma summed over columns, see `Columns.backward`.
 
         Args:
-            d_S: gradient of the state before the first token. d_borders: of those behind all chunks.
+            d_S: gradient of the state before the first token. d_borders: of those behind all chunks. writes: what residuals write.
+            pairs: keys of pairs by token.
         """
         ranks, (chunks, heads), size = self.ranks, borders.shape[:2], self.v.shape[3]
         make = torch.empty_like if ranks.rows is None else torch.zeros_like
@@ -330,8 +345,10 @@ class Chunks:
             d_k[:, -1] = 0
         asking, answering, leaving = (borders.new_empty(chunks, heads, CHUNK, size) for _ in range(3))
         scores, seen = (borders.new_empty(chunks, heads, CHUNK, CHUNK) for _ in range(2))
-        blocks = parts(size, min(SETTINGS["gains"]["BV"], block(size)))
-        sums = self.found.new_empty(2, blocks, chunks, heads, CHUNK)
+        width = min(SETTINGS["gains"]["BV"], block(size))
+        blocks, share = parts(size, width), width // low_columns(self.k.shape[3], width)
+        sums = self.found.new_zeros(2, blocks * share, chunks, heads, CHUNK)
+        low = torch.zeros(blocks, chunks, heads, dtype=torch.int32, device=d_o.device)
         with on_device(self.q):
             self._launch(
                 "scores",
@@ -353,7 +370,11 @@ class Chunks:
             )  # fmt: skip
             self._launch(
                 "gains", gains_kernel, r=r, o=o, d_o=d_o, d_z=d_z, borders=borders, d_borders=d_borders, d_S=d_S, d_v=d_v, d_beta=d_beta,
-                d_strength=sums[0], d_decay=sums[1],
+                d_strength=sums[0], d_decay=sums[1], low=low, SHARE=share,
             )  # fmt: skip
+            gains = {"before": borders, "d_beta": d_beta, "d_strength": sums[0], "d_decay": sums[1]}
+            writes.low_values(low, width, state=d_borders, d_o=d_o, **gains)
+            before = dataclasses.replace(writes, options=dataclasses.replace(self.options, read_after_write=False))
+            before.low_values(low, width, True, query=pairs, d_o=d_v, **gains)
         d_strength, d_decay = sums.sum(1)
         return d_q, d_k, d_v, d_beta, d_head_x, d_strength, d_decay

@@ -348,17 +348,18 @@ def _backward(
     gates_found = Gates(found, found.new_empty(0))
     u = prefixes(beta, found, ranks, options, k.dtype == torch.float32)
     d_z, d_S_in, d_borders = _run(k, head_x, q, d_o, beta, found[0], u, d_S, ranks, options, True)
+    writes, pairs = Columns(q, k, r, beta, head_x, head_v, first, found, ranks, options), torch.zeros_like(k)
+    _pairs(pairs, k, head_x, ranks, options, False)
     if k.dtype != torch.float32:
         chunks = Chunks(q, k, v, beta, head_x, found, u, ranks, options)
         d_q, d_k, d_v, d_beta, d_head_x, d_strength, d_decay = chunks.backward(
-            d_o, o, r, d_z, borders, d_borders, d_S_in
+            d_o, o, r, d_z, borders, d_borders, d_S_in, writes, pairs
         )
     else:
-        writes, nothing = Columns(q, k, r, beta, head_x, head_v, first, found, ranks, options), torch.zeros_like(d_S_in)
+        nothing = torch.zeros_like(d_S_in)
         total = u[:, :, -1].float().contiguous()
         d_q, d_k, _, d_beta, d_head_x, _, _, d_strength, d_decay = writes.backward(d_o, o, d_S, S_end, borders, total)
-        pairs, d_v = torch.zeros_like(k), d_z * beta * out_of_chunks(found[0], ranks, torch.float32)[..., None]
-        _pairs(pairs, k, head_x, ranks, options, False)
+        d_v = d_z * beta * out_of_chunks(found[0], ranks, torch.float32)[..., None]
         before = dataclasses.replace(writes, q=pairs, options=dataclasses.replace(options, read_after_write=False))
         d_pairs, more_k, _, more_beta, more_head_x, _, _, more_strength, more_decay = before.backward(
             -d_v, reads, nothing, S_end, borders, total

@@ -233,7 +233,7 @@ def _backward(
     else:
         call, none = _call(q, k, v, head_x, head_v, first, found, weights, mixes, ranks, options), weights.new_empty(0)
         d_q, d_k, d_v, d_head_x, d_head_v, d_S, _ = call.backward(
-            d_o, o, d_S, None, S_end, none, Kept(states, none, total, none), through_gates
+            d_o, o, d_S, None, S_end, none, Kept(states, none, total, none), through_gates, options.decay_floor
         )
         d_beta, d_ridge = gradients
     found_of = ((head_x, d_head_x), (head_v, d_head_v), (S, d_S))

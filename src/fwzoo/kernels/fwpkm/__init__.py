@@ -15,7 +15,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .. import contract
 from ..contract import Limits, Op
 from ..product_keys import (
-    UNPROVEN,
     check_finite,
     check_query_and_keys,
     check_retrieval,
@@ -67,7 +66,7 @@ def _limits(
         return Limits(cannot=f"max_slots is {max_slots}, and the Triton kernels do not bound what a memory writes")
     if places > MOST_PLACES:
         return Limits(cannot=f"the memories have {places} slots, and the Triton kernels take up to {MOST_PLACES}")
-    return Limits(cannot=search_cannot(top_k), unproven=UNPROVEN)
+    return Limits(cannot=search_cannot(top_k))
 
 
 def _fits(tensors: Sequence[Tensor]) -> str | None:

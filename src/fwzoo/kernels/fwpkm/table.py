@@ -3,10 +3,10 @@
 A written row lies in `held`, the rows of the incoming state, which stay as they are, or in a pool that only grows. Which
 one is said by a number: 0 for the checkpoint's row, 1 to P for the rows of `held`, more for the pool.
 
-While a chunk is read, every entry (a token and one of the slots that it reads) counts itself at its slot. When the chunk is
+While a chunk is read, every entry (a token and one of the slots that it reads) is counted at its slot. When the chunk is
 written, every slot gets a run of places, its entries are put there, and added up in pieces. Atomic additions decide in what
-order they lie, so they are added up exactly: as whole multiples of a unit that the largest of a slot sets, in float64, where
-any order gives the same bits.
+order they lie, so they are added up as whole numbers, where any order gives the same: multiples of a unit that the largest
+of a slot sets. Sub-keys and their entries are handled in the same way.
 
 Axis letters: X tokens of a chunk, all sequences after one another; E = H * k entries a token; S = n * n slots.
 """
@@ -27,35 +27,54 @@ from .state import FwpkmState, Options
 
 TILE = 4096  # numbers that a program holds at a time
 LINE = 512  # entries of a program that handles them one by one
-PIECE, SUB_PIECE, MOST = 32, 64, 32  # least entries of a piece of a slot and of a sub-key; most pieces
+PIECE, SUB_PIECE, MOST = 32, 32, 32  # least entries of a piece of a slot and of a sub-key; most pieces
+FIELDS = 7  # numbers that describe a piece
 PROGRAMS = 4224  # that write rows or move sub-keys: as many as an H200 runs at once
 ROOM = 512 << 20  # bytes that the pool may have to spare without looking at how much of it is used
+READ_WARPS, ROW_WARPS, ROW_ENTRIES, KEY_WARPS, KEY_ENTRIES = 2, 2, 4, 2, 8
+TOGETHER = ((True, True),)
 UNIT = 40  # the use of a sub-key is counted in units of 2^-UNIT
 
 
 @triton.jit
-def _unit(bound):
-    """What to add to float64 numbers and to take away again, so that up to 2^18 of them add up without rounding.
+def _units(bound, BITS: tl.constexpr):
+    """A factor that makes numbers as large as `bound`, the bits of a float32, less than 2^BITS, and one that undoes it.
 
-    bound: the bits of a float32 that is at least as large as any of them.
+    The second is NaN where the bound is infinite or NaN.
     """
-    power = (bound & 0x7F800000).to(tl.float32, bitcast=True)
-    return power.to(tl.float64) * 786432.0
+    exponent = bound >> 23
+    within = tl.maximum(exponent, BITS)
+    factor, unit = (253 + BITS - within) << 23, (within + 1 - BITS) << 23
+    return factor.to(tl.float32, bitcast=True), tl.where(
+        exponent < 255, unit.to(tl.float32, bitcast=True), float("nan")
+    )
 
 
 @triton.jit
 def _rows(number, slot, ok, values, held, pool, P, c, V: tl.constexpr, WRITTEN: tl.constexpr):
     """The rows `[., BV]` of slots in float32. number: where they lie; not WRITTEN: all in `values`."""
     inside = ok[:, None] & (c < V)[None, :]
-    at = values + slot.to(tl.int64)[:, None] * V + c[None, :]
+    row = values + slot.to(tl.int64)[:, None] * V
     if WRITTEN:
         own = (number > 0)[:, None]
         place = (number - 1).to(tl.int64)[:, None]
-        row = tl.where(place < P, held + place * V, pool + (place - P) * V) + c[None, :]
-        old = read(at, inside & (number <= 0)[:, None]).to(tl.float32)
-        return tl.where(own, read(row, inside & own).to(tl.float32), old)
-    else:
-        return read(at, inside).to(tl.float32)
+        written = tl.where(place < P, held + place * V, pool + (place - P) * V)
+        if values.dtype != held.dtype:
+            x = read(row + c[None, :], inside & (number <= 0)[:, None]).to(tl.float32)
+            return tl.where(own, read(written + c[None, :], inside & own).to(tl.float32), x)
+        row = tl.where(own, written, row)
+    return read(row + c[None, :], inside).to(tl.float32)
+
+
+@triton.jit
+def _pack(row, weight):
+    """An entry of a slot or sub-key: which row of the chunk it brings, and its weight."""
+    return (row.to(tl.int64) << 32) | weight.to(tl.uint32, bitcast=True).to(tl.int64)
+
+
+@triton.jit
+def _unpack(entry):
+    return entry >> 32, (entry & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -88,10 +107,9 @@ def _read_kernel(
     gate,
     residual,
     peak,
+    does,
     count,
-    rank,
     sub_count,
-    sub_rank,
     use,
     W,
     L,
@@ -116,67 +134,100 @@ def _read_kernel(
 ):
     """What one token reads; when its chunk is written, also its residual, and its entries are counted.
 
-    What does not depend on the rows comes before them, so that it need not be waited for.
+    does: 1 if the token writes rows, and 2 more if it moves sub-keys.
+    Loads come before what waits for them, and nothing waits for an addition to the counts.
     """
     x = tl.program_id(0).to(tl.int64)
     n, g = x // W, x // per
     tick = n * L + start + x - n * W
     c, e = tl.arange(0, BV), tl.arange(0, BE)
+    at = x * E + e
+    slot = tl.load(slots + at, mask=e < E, other=0)
+    weight = tl.load(weights + at, mask=e < E, other=0.0)
     if WRITES:
-        now = 1
+        alive, moves, there = (
+            tl.load(known + tick).to(tl.int32),
+            tl.load(real + tick).to(tl.int32),
+            tl.load(target + tick),
+        )
+        strength = 1.0
+        if GATED:
+            strength = tl.load(gate + tick).to(tl.float32)
         if due is not None:
             now = tl.load(due + n).to(tl.int32)
-        alive = tl.load(known + tick).to(tl.int32) * now
-        goal = read(v + (n * L + tl.load(target + tick)) * V + c, c < V * alive).to(tl.float32)
+            alive, moves = alive * now, moves * now
         if KEYS:
-            moves = tl.load(real + tick).to(tl.int32) * now
             r, j = tl.arange(0, BH), tl.arange(0, BK)
             sub_ok = (r < 2 * H)[:, None] & (j < K)[None, :]
             sub_at = (x * 2 * H + r)[:, None] * K + j[None, :]
             score = tl.load(half + sub_at, mask=sub_ok, other=float("-inf"))
-            share = tl.exp(score - tl.max(score, 1)[:, None])
-            share = share / tl.sum(share, 1)[:, None]
-            bin = (((g * 2 + r % 2) * H + r // 2) * N_SUB)[:, None] + tl.load(index + sub_at, mask=sub_ok, other=0)
-            counts = (r < 2 * H)[:, None] & (j < K * moves)[None, :]
-            sub_place = tl.atomic_add(sub_count + bin, 1, mask=counts, sem="relaxed")
-            whole = (share.to(tl.float64) * (1 << UNIT)).to(tl.int64)
-            tl.atomic_add(use + bin, whole, mask=counts, sem="relaxed")
+            sub_key = tl.load(index + sub_at, mask=sub_ok, other=0)
+        goal = read(v + (n * L + there) * V + c, c < V * alive).to(tl.float32)
     total = tl.zeros([BV], tl.float32)
     for begin in range(0, E, BE):
-        ok = begin + e < E
-        at = x * E + begin + e
-        slot = tl.load(slots + at, mask=ok, other=0)
-        if WRITES:
-            place = tl.atomic_add(count + g * S1 + slot, 1, mask=begin + e < E * alive, sem="relaxed")
         number = slot
         if numbers is not None:
-            number = tl.load(numbers + g * S1 + slot, mask=ok, other=0)
+            number = tl.load(numbers + g * S1 + slot, mask=begin + e < E, other=0)
             if kept is not None:
-                tl.store(kept + at, number, mask=ok)
-        weight = tl.load(weights + at, mask=ok, other=0.0)
-        rows = _rows(number, slot, ok, values, held, pool, P, c, V, numbers is not None)
-        total += tl.sum(rows * weight[:, None], 0)
+                tl.store(kept + at + begin, number, mask=begin + e < E)
+        rows = _rows(number, slot, begin + e < E, values, held, pool, P, c, V, numbers is not None)
         if WRITES:
-            tl.store(rank + at, tl.where(alive > 0, place, -1), mask=ok)
+            tl.atomic_add(count + g * S1 + slot, 1, mask=begin + e < E * alive, sem="relaxed")
+        if WRITES and KEYS and begin == 0:
+            share = tl.exp(score - tl.max(score, 1)[:, None])
+            share = share / tl.sum(share, 1)[:, None]
+            bin = (((g * 2 + r % 2) * H + r // 2) * N_SUB)[:, None] + sub_key
+            counts = (r < 2 * H)[:, None] & (j < K * moves)[None, :]
+            tl.atomic_add(sub_count + bin, 1, mask=counts, sem="relaxed")
+            tl.atomic_add(use + bin, (share.to(tl.float64) * (1 << UNIT)).to(tl.int64), mask=counts, sem="relaxed")
+        total += tl.sum(rows * weight[:, None], 0)
+        slot = tl.load(slots + at + begin + BE, mask=begin + BE + e < E, other=0)
+        weight = tl.load(weights + at + begin + BE, mask=begin + BE + e < E, other=0.0)
     out = n * L_out + start - first + x - n * W
     tl.store(o + out * V + c, total.to(o.dtype.element_ty), mask=c < V)
     if WRITES:
         if NORMALIZE:
             goal = _normalised(goal, c, V)
-        step = tl.where(c < V * alive, goal - total, 0.0)
-        if GATED:
-            step = step * tl.load(gate + tick).to(tl.float32)
+        step = tl.where(c < V * alive, goal - total, 0.0) * strength
         tl.store(residual + x * V + c, step, mask=c < V)
         tl.store(peak + x, tl.max(tl.abs(step), 0))
-        if KEYS:
-            tl.store(sub_rank + sub_at, tl.where(moves > 0, sub_place, -1), mask=sub_ok)
+        tl.store(does + x, alive + 2 * moves)
 
 
 @triton.jit
-def _piece(size, PIECE: tl.constexpr, MOST: tl.constexpr):
-    """Entries of a piece of a bin of `size` entries, and how many pieces it has."""
-    length = tl.maximum((size + (MOST - 1)) // MOST, PIECE)
-    return length, (size + length - 1) // length
+def _piece(size, least, MOST: tl.constexpr):
+    """Entries of a piece of a bin of `size` entries, of at least `least` where it has several, and how many pieces it has."""
+    length = tl.maximum((size + (MOST - 1)) // MOST, least)
+    return length, tl.maximum((size + length - 1) // length, 1)
+
+
+@triton.jit
+def _list_pieces(pieces, first, most, parts, length, start, size, least, bin, old, new):
+    """Describe the pieces of bins, from place `first` on: the fields that `_next_piece` loads."""
+    for i in range(0, tl.max(parts, 0)):
+        to, ok = pieces + first + i, i < parts
+        tl.store(to, start + i * length, mask=ok)
+        tl.store(to + most, tl.minimum(size - i * length, length), mask=ok)
+        tl.store(to + 2 * most, start // least, mask=ok)
+        tl.store(to + 3 * most, size, mask=ok)
+        tl.store(to + 4 * most, bin, mask=ok)
+        if old is not None:
+            tl.store(to + 5 * most, old, mask=ok)
+            tl.store(to + 6 * most, new, mask=ok)
+
+
+@triton.jit
+def _next_piece(pieces, i, most, ROWS: tl.constexpr):
+    """Of piece `i`, if there can be so many: its first place and entries, where it is joined with others, the entries of its
+    bin, and which bin that is; ROWS: also where the row was (-slot for the checkpoint's) and where it is to go.
+    """
+    at, ok = pieces + i, i < most
+    start, size = tl.load(at, mask=ok, other=0), tl.load(at + most, mask=ok, other=0)
+    shared, whole = tl.load(at + 2 * most, mask=ok, other=0), tl.load(at + 3 * most, mask=ok, other=0)
+    bin, old, new = tl.load(at + 4 * most, mask=ok, other=0), start, start
+    if ROWS:
+        old, new = tl.load(at + 5 * most, mask=ok, other=0), tl.load(at + 6 * most, mask=ok, other=0)
+    return start, size, shared, whole, bin, old, new
 
 
 @triton.jit
@@ -185,10 +236,10 @@ def _sub_bin(r, index, per, H: tl.constexpr, N_SUB: tl.constexpr):
     return ((r // (2 * H * per) * 2 + r % 2) * H + r // 2 % H) * N_SUB + index
 
 
-@triton.jit(do_not_specialize=["P", "S1", "per", "entries", "stamp", "blocks"])
+@triton.jit(do_not_specialize=["P", "S1", "per", "entries", "stamp", "blocks", "sub_piece", "most"])
 def _allocate_kernel(
     slots,
-    rank,
+    does,
     count,
     begin,
     pieces,
@@ -198,6 +249,7 @@ def _allocate_kernel(
     stamps,
     sub_count,
     sub_begin,
+    sub_pieces,
     cursor,
     used,
     P,
@@ -206,30 +258,34 @@ def _allocate_kernel(
     entries,
     stamp,
     blocks,
+    sub_piece,
+    most,
     E: tl.constexpr,
     BINS: tl.constexpr,
     KEEP: tl.constexpr,
     PIECE: tl.constexpr,
     MOST: tl.constexpr,
     LINE: tl.constexpr,
+    BB: tl.constexpr,
 ):
-    """A run of places for the entries of every slot, by the first of them; the pieces in which they are added up; a row.
+    """A run of places for the entries of every slot, by whichever of them comes first; the pieces in which they are added up; a
+    row. The same for every sub-key. What is counted is 0 again.
 
-    begin: of every slot, its first place; sub_begin: of every sub-key. bound: 0 at the first place of every slot.
-    pieces: `[6, entries]`, of every piece its first place and entries, the slot's first place and entries, where its row was
-    (-slot for the checkpoint's) and where it is to go.
-    cursor: places, and 2^32 times pieces. used: rows of the pool.
+    begin, sub_begin: of every slot and sub-key, its first place. bound: 0 for every slot. most: pieces of sub-keys that can be.
+    cursor: places of slots, and 2^32 times their pieces; pieces of sub-keys. used: rows of the pool.
     """
     block, lane = tl.program_id(0), tl.arange(0, LINE)
     if block < blocks:
         entry = block * LINE + lane
         g = entry // (per * E)
+        alive = (tl.load(does + entry // E, mask=entry < entries, other=0) & 1) > 0
         own = tl.load(slots + entry, mask=entry < entries, other=0)
-        head = tl.load(rank + entry, mask=entry < entries, other=-1) == 0
         slot = g * S1 + own
-        size = tl.load(count + slot, mask=head, other=0)
+        size = tl.where(alive, tl.atomic_xchg(count + slot, tl.zeros_like(own), mask=alive, sem="relaxed"), 0)
+        head = size > 0
         old = tl.load(numbers + slot, mask=head, other=0)
         length, parts = _piece(size, PIECE, MOST)
+        parts = tl.where(head, parts, 0)
         both = size.to(tl.int64) + (parts.to(tl.int64) << 32)
         fresh = (head & ((old <= P) | KEEP)).to(tl.int32)
         first = tl.atomic_add(cursor, tl.sum(both, 0), sem="relaxed") + tl.cumsum(both, 0) - both
@@ -237,47 +293,44 @@ def _allocate_kernel(
         new = tl.where(fresh > 0, row, old)
         begins, part = (first & 0xFFFFFFFF).to(tl.int32), (first >> 32).to(tl.int32)
         tl.store(begin + slot, begins, mask=head)
-        tl.store(bound + begins, 0, mask=head)
-        tl.store(count + slot, 0, mask=head)
+        tl.store(bound + slot, 0, mask=head)
         tl.store(numbers + slot, new, mask=fresh > 0)
         tl.store(written + slot, tl.load(stamps + g, mask=head, other=0) + stamp, mask=head)
         source = tl.where(old > 0, old, -own)
-        for i in range(0, tl.max(parts, 0)):
-            to, ok = pieces + part + i, i < parts
-            tl.store(to, begins + i * length, mask=ok)
-            tl.store(to + entries, tl.minimum(size - i * length, length), mask=ok)
-            tl.store(to + 2 * entries, begins, mask=ok)
-            tl.store(to + 3 * entries, size, mask=ok)
-            tl.store(to + 4 * entries, source, mask=ok)
-            tl.store(to + 5 * entries, new, mask=ok)
+        _list_pieces(pieces, part, entries, parts, length, begins, size, PIECE, slot, source, new)
     else:
         memory = block - blocks
         before = memory * per * 2 * E
-        for start in range(0, BINS, LINE):
-            bin, real = memory * BINS + start + lane, start + lane < BINS
-            entries_of = tl.load(sub_count + bin, mask=real, other=0)
-            tl.store(sub_begin + bin, before + tl.cumsum(entries_of, 0) - entries_of, mask=real)
-            before += tl.sum(entries_of, 0)
+        for start in range(0, BINS, BB):
+            here = start + tl.arange(0, BB)
+            bin, real = memory * BINS + here, here < BINS
+            size = tl.load(sub_count + bin, mask=real, other=0)
+            tl.store(sub_count + bin, 0, mask=real)
+            length, parts = _piece(size, sub_piece, MOST)
+            parts = tl.where(real, parts, 0)
+            begins = before + tl.cumsum(size, 0) - size
+            tl.store(sub_begin + bin, begins, mask=real)
+            before += tl.sum(size, 0)
+            first = tl.atomic_add(cursor + 1, tl.sum(parts, 0).to(tl.int64), sem="relaxed").to(tl.int32)
+            first += tl.cumsum(parts, 0) - parts
+            _list_pieces(sub_pieces, first, most, parts, length, begins, size, sub_piece, bin, None, None)
 
 
 @triton.jit(do_not_specialize=["S1", "per", "entries", "blocks", "sub_blocks"])
 def _place_kernel(
     slots,
     weights,
-    rank,
+    does,
     begin,
     peak,
     bound,
-    entry_row,
-    entry_weight,
+    placed,
     q,
     index,
     half,
-    sub_rank,
     sub_begin,
     sub_bound,
-    sub_row,
-    sub_weight,
+    sub_placed,
     use,
     tokens,
     S1,
@@ -297,32 +350,30 @@ def _place_kernel(
     BK: tl.constexpr,
     BF: tl.constexpr,
 ):
-    """Put every entry into its place, with its weight; those of the sub-keys with their weights in the gradient.
+    """Put every entry into a place of its slot, with its weight; those of the sub-keys with their weights in the gradient.
 
-    bound, sub_bound: the largest number that an entry of a slot adds, at its first place, and one of a memory's sub-keys, as bits.
-    sub_blocks: programs of a memory.
+    begin, sub_begin: the next free place of a slot and of a sub-key. sub_blocks: programs of a memory.
+    bound, sub_bound: the largest number that an entry of a slot adds, and one of a memory's sub-keys, as bits.
     """
     block = tl.program_id(0)
     if block < blocks:
         entry = block * LINE + tl.arange(0, LINE)
         inside = entry < entries
-        behind = tl.load(rank + entry, mask=inside, other=-1)
+        some = (tl.load(does + entry // E, mask=inside, other=0) & 1) > 0
         slot = entry // (per * E) * S1 + tl.load(slots + entry, mask=inside, other=0)
         weight = tl.load(weights + entry, mask=inside, other=0.0)
         peaks = tl.load(peak + entry // E, mask=inside, other=0.0)
-        some = behind >= 0
-        first = tl.load(begin + slot, mask=some, other=0)
-        tl.store(entry_row + first + behind, entry // E, mask=some)
-        tl.store(entry_weight + first + behind, weight, mask=some)
-        tl.atomic_max(bound + first, tl.abs(weight * peaks).to(tl.int32, bitcast=True), mask=some, sem="relaxed")
+        tl.atomic_max(bound + slot, tl.abs(weight * peaks).to(tl.int32, bitcast=True), mask=some, sem="relaxed")
+        to = tl.atomic_add(begin + slot, 1, mask=some, sem="relaxed")
+        tl.store(placed + to, _pack(entry // E, weight), mask=some)
     else:
         g = (block - blocks) // sub_blocks
         r, j = (block - blocks) % sub_blocks * ROWS + tl.arange(0, ROWS), tl.arange(0, BK)
         there, r = r < 2 * H * per, r + g * 2 * H * per
         ok = there[:, None] & (j < K)[None, :]
         at = r.to(tl.int64)[:, None] * K + j[None, :]
-        which = tl.load(sub_rank + at, mask=ok, other=-1)
-        counts = which >= 0
+        moves = tl.load(does + r // (2 * H), mask=there, other=0) > 1
+        counts = ok & moves[:, None]
         score = tl.load(half + at, mask=ok, other=float("-inf"))
         share = tl.exp(score - tl.where(there, tl.max(score, 1), 0.0)[:, None])
         share = share / tl.where(there, tl.sum(share, 1), 1.0)[:, None]
@@ -340,9 +391,8 @@ def _place_kernel(
             f = tl.arange(0, BF)
             query = read(q + r.to(tl.int64)[:, None] * F + f[None, :], there[:, None] & (f < F)[None, :])
             most = tl.abs(pull) * tl.max(tl.abs(query.to(tl.float32)), 1)[:, None]
-        place = tl.load(sub_begin + bin, mask=counts, other=0) + which
-        tl.store(sub_row + place, tl.broadcast_to(r[:, None], [ROWS, BK]), mask=counts)
-        tl.store(sub_weight + place, pull, mask=counts)
+        place = tl.atomic_add(sub_begin + bin, 1, mask=counts, sem="relaxed")
+        tl.store(sub_placed + place, _pack(r[:, None], pull), mask=counts)
         most = tl.max(tl.max(tl.where(counts, most, 0.0), 1), 0)
         tl.atomic_max(sub_bound + g, most.to(tl.int32, bitcast=True), sem="relaxed")
 
@@ -351,7 +401,7 @@ def _place_kernel(
 def _joined(total, shared, parts, sums, finished, c, V: tl.constexpr):
     """Whether this piece is the last of `parts` to be added up, and then the sum of all.
 
-    sums: float64, at `shared` of those in several pieces; 0 before and after. finished: how many of their pieces are.
+    sums: int64, at `shared` of those in several pieces; 0 before and after. finished: how many of their pieces are.
     """
     last = parts == 1
     if parts > 1:
@@ -361,17 +411,19 @@ def _joined(total, shared, parts, sums, finished, c, V: tl.constexpr):
         last = tl.atomic_add(finished + shared, 1, sem="acq_rel") == parts - 1
         if last:
             total = tl.load(own, mask=c < V, other=0.0, cache_modifier=".cg")
+            tl.debug_barrier()  # the thread that clears a number need not be the one that loads it
             tl.store(own, tl.zeros_like(total), mask=c < V)
             tl.store(finished + shared, 0)
     return last, total
 
 
-@triton.jit(do_not_specialize=["P", "rate", "entries"])
-def _write_kernel(
+@triton.jit
+def _write_rows(
+    program,
+    programs,
     pieces,
     bound,
-    entry_row,
-    entry_weight,
+    placed,
     residual,
     values,
     held,
@@ -381,88 +433,156 @@ def _write_kernel(
     cursor,
     P,
     rate,
-    entries,
+    most,
     V: tl.constexpr,
     AVERAGE: tl.constexpr,
+    BITS: tl.constexpr,
     PIECE: tl.constexpr,
     MOST: tl.constexpr,
     BE: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """One piece of a slot's entries after the other: what they add to its row."""
+    """One piece of a slot's entries after the other: what they add to its row. The next one is loaded before it is needed."""
     c, e = tl.arange(0, BV), tl.arange(0, BE)
-    for i in range(tl.program_id(0), (tl.load(cursor) >> 32).to(tl.int32), tl.num_programs(0)):
-        start, size = tl.load(pieces + i), tl.load(pieces + entries + i)
-        slot_start, whole = tl.load(pieces + 2 * entries + i), tl.load(pieces + 3 * entries + i)
-        one = tl.zeros([1], tl.int32)
-        old, new = tl.load(pieces + 4 * entries + i) + one, (tl.load(pieces + 5 * entries + i) - 1 - P).to(tl.int64)
+    one = tl.zeros([1], tl.int32)
+    next_start, next_size, next_shared, next_whole, next_slot, next_old, next_new = _next_piece(
+        pieces, program, most, True
+    )
+    for i in range(program, (tl.load(cursor) >> 32).to(tl.int32), programs):
+        start, size, shared, whole, slot = next_start, next_size, next_shared, next_whole, next_slot
+        old, new = next_old + one, (next_new - 1 - P).to(tl.int64)
+        next_start, next_size, next_shared, next_whole, next_slot, next_old, next_new = _next_piece(
+            pieces, i + programs, most, True
+        )
         row = tl.reshape(_rows(old, -old, one == 0, values, held, pool, P, c, V, True), [BV])
+        last = whole == 1
         if whole == 1:
-            step = read(residual + tl.load(entry_row + start).to(tl.int64) * V + c, c < V)
-            total = (tl.load(entry_weight + start) * step).to(tl.float64)
+            from_row, weight = _unpack(tl.load(placed + start))
+            change = weight * read(residual + from_row * V + c, c < V)
         else:
-            unit = _unit(tl.load(bound + slot_start))
-            total = tl.zeros([BV], tl.float64)
+            factor, unit = _units(tl.load(bound + slot), BITS)
+            total = tl.zeros([BV], tl.int64)
             for first in range(0, size, BE):
                 ok = first + e < size
-                from_row = tl.load(entry_row + start + first + e, mask=ok, other=0).to(tl.int64)[:, None] * V
-                weight = tl.load(entry_weight + start + first + e, mask=ok, other=0.0)
-                step = read(residual + from_row + c[None, :], ok[:, None] & (c < V)[None, :]) * weight[:, None]
-                total += tl.sum((step.to(tl.float64) + unit) - unit, 0)
-        _length, parts = _piece(whole, PIECE, MOST)
-        last, total = _joined(total, slot_start // PIECE, parts, sums, finished, c, V)
+                from_row, weight = _unpack(tl.load(placed + start + first + e, mask=ok, other=0))
+                step = read(residual + (from_row * V)[:, None] + c[None, :], ok[:, None] & (c < V)[None, :])
+                total += tl.sum((step * (weight * factor)[:, None]).to(tl.int32), 0).to(tl.int64)
+            _length, parts = _piece(whole, PIECE, MOST)
+            last, total = _joined(total, shared, parts, sums, finished, c, V)
+            change = total.to(tl.float32) * unit
         if last:
-            change = total.to(tl.float32) * (rate / (whole if AVERAGE else 1))
-            tl.store(pool + new * V + c, row + change, mask=c < V)
+            tl.store(pool + new * V + c, row + change * (rate / (whole if AVERAGE else 1)), mask=c < V)
 
 
-@triton.jit(do_not_specialize=["rate", "items", "splits"])
-def _keys_kernel(
+@triton.jit
+def _move_keys(
+    program,
+    programs,
     q,
     keys,
     new_keys,
-    sub_count,
-    sub_begin,
-    sub_bound,
-    sub_row,
-    sub_weight,
+    pieces,
+    bound,
+    placed,
     sums,
     finished,
+    cursor,
     rate,
-    items,
-    splits,
+    sub_piece,
+    most,
     BINS: tl.constexpr,
     F: tl.constexpr,
     IDW: tl.constexpr,
-    SUB_PIECE: tl.constexpr,
+    BITS: tl.constexpr,
+    MOST: tl.constexpr,
     BE: tl.constexpr,
     BF: tl.constexpr,
 ):
-    """The gradient step of one sub-key after the other, each in at most `splits` pieces. BINS: sub-keys of a memory."""
+    """One piece of a sub-key's entries after the other: what they add to its gradient, and the step. BINS: sub-keys of a memory."""
     f, e = tl.arange(0, BF), tl.arange(0, BE)
-    for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        bin, split = item // splits, item % splits
-        size, begins = tl.load(sub_count + bin), tl.load(sub_begin + bin)
-        length = tl.maximum((size + splits - 1) // splits, SUB_PIECE)
-        parts = tl.maximum((size + length - 1) // length, 1)
-        if split < parts:
-            at, unit = bin.to(tl.int64) * F + f, _unit(tl.load(sub_bound + bin // BINS))
-            key = tl.load(keys + at, mask=f < F, other=0.0)
-            end = tl.minimum(split * length + length, size)
-            total = tl.zeros([BF], tl.float64)
-            for first in range(split * length, end, BE):
-                ok = first + e < end
-                row = tl.load(sub_row + begins + first + e, mask=ok, other=0).to(tl.int64)[:, None] * F
-                weight = tl.load(sub_weight + begins + first + e, mask=ok, other=0.0)
-                query = read(q + row + f[None, :], ok[:, None] & (f < F)[None, :]).to(tl.float32)
-                if IDW:
-                    query = query - key[None, :]
-                step = query * weight[:, None]
-                total += tl.sum((step.to(tl.float64) + unit) - unit, 0)
-            last, total = _joined(total, begins // SUB_PIECE, parts, sums, finished, f, F)
-            if last:
-                tl.store(new_keys + at, key - rate * total.to(tl.float32), mask=f < F)
-                tl.store(sub_count + bin, 0)
+    next_start, next_size, next_shared, next_whole, next_bin, _old, _new = _next_piece(pieces, program, most, False)
+    for i in range(program, tl.load(cursor + 1).to(tl.int32), programs):
+        start, size, shared, whole, bin = next_start, next_size, next_shared, next_whole, next_bin
+        next_start, next_size, next_shared, next_whole, next_bin, _old, _new = _next_piece(
+            pieces, i + programs, most, False
+        )
+        entry = tl.load(placed + start + e, mask=e < size, other=0)
+        at = bin.to(tl.int64) * F + f
+        factor, unit = _units(tl.load(bound + bin // BINS), BITS)
+        key = tl.load(keys + at, mask=f < F, other=0.0)
+        total = tl.zeros([BF], tl.int64)
+        for first in range(0, size, BE):
+            from_row, weight = _unpack(entry)
+            query = read(q + (from_row * F)[:, None] + f[None, :], (first + e < size)[:, None] & (f < F)[None, :]).to(
+                tl.float32
+            )
+            if IDW:
+                query = query - key[None, :]
+            step = (query * (weight * factor)[:, None]).to(tl.int32)
+            entry = tl.load(placed + start + first + BE + e, mask=first + BE + e < size, other=0)
+            total += tl.sum(step, 0).to(tl.int64)
+        _length, parts = _piece(whole, sub_piece, MOST)
+        last, total = _joined(total, shared, parts, sums, finished, f, F)
+        if last:
+            tl.store(new_keys + at, key - rate * (total.to(tl.float32) * unit), mask=f < F)
+
+
+@triton.jit(do_not_specialize=["P", "value_rate", "most", "key_rate", "sub_piece", "sub_most", "key_programs"])
+def _write_kernel(
+    pieces,
+    bound,
+    placed,
+    residual,
+    values,
+    held,
+    pool,
+    sums,
+    finished,
+    cursor,
+    q,
+    keys,
+    new_keys,
+    sub_pieces,
+    sub_bound,
+    sub_placed,
+    sub_sums,
+    sub_finished,
+    P,
+    value_rate,
+    most,
+    key_rate,
+    sub_piece,
+    sub_most,
+    key_programs,
+    V: tl.constexpr,
+    AVERAGE: tl.constexpr,
+    ROW_BITS: tl.constexpr,
+    PIECE: tl.constexpr,
+    MOST: tl.constexpr,
+    BE: tl.constexpr,
+    BV: tl.constexpr,
+    BINS: tl.constexpr,
+    F: tl.constexpr,
+    IDW: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    BQ: tl.constexpr,
+    BF: tl.constexpr,
+    KEYS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Sub-keys move in the first programs (KEYS), rows in the others (ROWS): neither waits for the other."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    if KEYS and program < key_programs:
+        _move_keys(
+            *(program, key_programs, q, keys, new_keys, sub_pieces, sub_bound, sub_placed, sub_sums),
+            *(sub_finished, cursor, key_rate, sub_piece, sub_most, BINS, F, IDW, KEY_BITS, MOST, BQ, BF),
+        )
+    elif ROWS:
+        _write_rows(
+            *(program - key_programs, programs - key_programs, pieces, bound, placed, residual),
+            *(values, held, pool, sums, finished, cursor, P, value_rate, most, V, AVERAGE, ROW_BITS, PIECE, MOST),
+            *(BE, BV),
+        )
 
 
 @triton.jit(do_not_specialize=["P", "M", "halvings", "T", "C"])
@@ -620,28 +740,27 @@ class Table:
         if updates:
             self.stamps = self.written.amax(1)
             self.count = counts[0]
-            self.begin = torch.empty_like(self.count)
+            self.begin, self.largest = torch.empty(2, *self.count.shape, dtype=torch.int32, device=device)
             self.sub_count, self.sub_begin = torch.zeros(2, bins, dtype=torch.int32, device=device)
             self.sub_bounds = torch.zeros(updates, count_parts(self.groups, 4) * 4, dtype=torch.int32, device=device)
             self.use = torch.zeros(updates, bins, dtype=torch.int64, device=device)
             self.cursors = torch.zeros(updates + 1, 2, dtype=torch.int64, device=device)  # last: rows of the pool
-            # of a chunk, from when it is read until it is written: residuals, the largest number of each, and which of its
-            # slot's (its sub-key's) an entry is, -1 where it is none; then the pieces, and the entries slot by slot
+            # of a chunk, from when it is read until it is written: residuals, the largest number of each, and whether a token
+            # writes; then the pieces, and the entries slot by slot
             entries = tokens * self.entries
             self.residual, self.peak = (
                 torch.empty(tokens, self.width, device=device),
                 torch.empty(tokens, device=device),
             )
-            ints = torch.empty(7, entries, dtype=torch.int32, device=device)
-            self.rank, self.entry_row, self.bound_of = ints[:3]
-            self.sub_rank, self.sub_row = ints[3:5], ints[5:7]
-            floats = torch.empty(3, entries, device=device)
-            self.entry_weight, self.sub_weight = floats[0], floats[1:]
-            self.pieces = torch.empty(6, entries, dtype=torch.int32, device=device)
+            self.does = torch.empty(tokens, dtype=torch.int32, device=device)
+            self.placed = torch.empty(entries, dtype=torch.int64, device=device)
+            self.sub_placed = torch.empty(2 * entries, dtype=torch.int64, device=device)
             # rows and sub-keys that are added up in several pieces
             large = [entries // PIECE + 1, 2 * entries // SUB_PIECE + 1]
-            self.sums = torch.zeros(large[0], self.width, dtype=torch.float64, device=device)
-            self.sub_sums = torch.zeros(large[1], state.keys.shape[4], dtype=torch.float64, device=device)
+            self.pieces = torch.empty(FIELDS, entries, dtype=torch.int32, device=device)
+            self.sub_pieces = torch.empty(FIELDS, bins + large[1], dtype=torch.int32, device=device)
+            self.sums = torch.zeros(large[0], self.width, dtype=torch.int64, device=device)
+            self.sub_sums = torch.zeros(large[1], state.keys.shape[4], dtype=torch.int64, device=device)
             self.finished, self.sub_finished = (torch.zeros(x, dtype=torch.int32, device=device) for x in large)
             self.stamp = 0
             self.most = min(tokens * self.entries, self.groups * self.size)  # rows that a chunk can add
@@ -665,14 +784,14 @@ class Table:
             *(self.line, o, kept),
             *((found.index, found.half) if write else (None, None)),
             *((chunk.v, chunk.target, chunk.known, chunk.real, chunk.due, chunk.gate) if write else [None] * 6),
-            *((self.residual, self.peak, self.count, self.rank) if write else [None] * 4),
-            *((self.sub_count, self.sub_rank, self.use[self.stamp]) if write else [None] * 3),
+            *((self.residual, self.peak, self.does, self.count) if write else [None] * 4),
+            *((self.sub_count, self.use[self.stamp]) if write else [None] * 2),
             *(chunk.width, chunk.total, chunk.start, tokens // self.groups, chunk.first, chunk.read),
         )
         sizes = {
             **{"E": self.entries, "V": self.width, "H": self.heads, "K": options.top_k, "N_SUB": self.sub},
             **{"WRITES": write, "KEYS": options.address_loss, "GATED": options.gate_weighting},
-            **{"NORMALIZE": options.normalize_targets, "UNIT": UNIT, "num_warps": 4},
+            **{"NORMALIZE": options.normalize_targets, "UNIT": UNIT, "num_warps": READ_WARPS},
             "BH": power(2 * self.heads),
             "BK": power(options.top_k),
         }
@@ -692,12 +811,12 @@ class Table:
         if options.score == "dot":
             at_once = min(at_once, max(1, 8192 // power(size)))
         sub_blocks = count_parts(per * 2 * self.heads, at_once)
-        splits = max(1, min(MOST, count_parts(per, 4 * SUB_PIECE)))
-        items = self.groups * bins * splits
+        sub_piece, most = max(SUB_PIECE, power(count_parts(2 * entries, PROGRAMS))), self.sub_pieces.shape[1]
         wide, new_keys = _tile(1, width)["BV"], torch.empty_like(keys) if moves else keys
+        at_a_time = min(ROW_ENTRIES, max(1, 2048 // wide))
         sizes = {
             **{"E": self.entries, "H": self.heads, "K": options.top_k, "N_SUB": self.sub, "BINS": bins, "F": size},
-            **{"IDW": options.score == "idw", "PIECE": PIECE, "SUB_PIECE": SUB_PIECE, "MOST": MOST, "LINE": LINE},
+            **{"IDW": options.score == "idw", "PIECE": PIECE, "MOST": MOST, "LINE": LINE},
             **{"UNIT": UNIT, "BF": max(16, power(size)), "num_warps": 4},
         }
         with on_device(q):
@@ -705,44 +824,43 @@ class Table:
                 _allocate_kernel,
                 (blocks + (self.groups if moves else 0),),
                 (
-                    *(found.slots, self.rank, self.count, self.begin, self.pieces, self.bound_of, self.numbers),
-                    *(self.written, self.stamps, self.sub_count, self.sub_begin, cursor, self.cursors[-1]),
-                    *(P, line, per, entries, self.stamp, blocks),
+                    *(found.slots, self.does, self.count, self.begin, self.pieces, self.largest, self.numbers),
+                    *(self.written, self.stamps, self.sub_count, self.sub_begin, self.sub_pieces, cursor),
+                    *(self.cursors[-1], P, line, per, entries, self.stamp, blocks, sub_piece, most),
                 ),
-                {**sizes, "KEEP": self.keep},
+                {**sizes, "KEEP": self.keep, "BB": min(2048, power(bins))},
             )
             launch_in_order(
                 _place_kernel,
                 (blocks + (self.groups * sub_blocks if moves else 0),),
                 (
-                    *(found.slots, found.weights, self.rank, self.begin, self.peak, self.bound_of),
-                    *(self.entry_row, self.entry_weight, q, found.index, found.half, self.sub_rank, self.sub_begin),
-                    *(sub_bound, self.sub_row, self.sub_weight, use, chunk.tokens),
+                    *(found.slots, found.weights, self.does, self.begin, self.peak, self.largest),
+                    *(self.placed, q, found.index, found.half, self.sub_begin),
+                    *(sub_bound, self.sub_placed, use, chunk.tokens),
                     *(line, per, entries, blocks, sub_blocks),
                 ),
                 {**sizes, "ROWS": at_once, "BK": power(options.top_k)},
             )
-            launch_in_order(
-                _write_kernel,
-                (min(PROGRAMS, entries),),
-                (
-                    *(self.pieces, self.bound_of, self.entry_row, self.entry_weight, self.residual, self.values),
-                    *(self.held, self.pool, self.sums, self.finished, cursor, P, options.value_lr, entries),
-                ),
-                {
-                    **{**sizes, "V": width, "AVERAGE": options.row_averaging},
-                    **{"BE": min(4, max(1, 2048 // wide)), "BV": wide},
-                },
-            )
-            if moves:
+            rows, key_programs = min(PROGRAMS, entries), min(PROGRAMS, most)
+            for part in TOGETHER if moves else ((False, True),):
+                with_keys, with_rows = part
+                grid = (key_programs if with_keys else 0) + (rows if with_rows else 0)
                 launch_in_order(
-                    _keys_kernel,
-                    (min(PROGRAMS, items),),
+                    _write_kernel,
+                    (grid,),
                     (
-                        *(q, keys, new_keys, self.sub_count, self.sub_begin, sub_bound, self.sub_row),
-                        *(self.sub_weight, self.sub_sums, self.sub_finished, options.key_lr, items, splits),
+                        *(self.pieces, self.largest, self.placed, self.residual, self.values),
+                        *(self.held, self.pool, self.sums, self.finished, cursor, q, keys, new_keys),
+                        *(self.sub_pieces, sub_bound, self.sub_placed, self.sub_sums),
+                        *(self.sub_finished, P, options.value_lr, entries, options.key_lr, sub_piece, most),
+                        key_programs if with_keys else 0,
                     ),
-                    {**sizes, "BE": 8, "num_warps": 2},
+                    {
+                        **{**sizes, "V": width, "AVERAGE": options.row_averaging, "KEYS": with_keys},
+                        **{"BE": at_a_time, "ROW_BITS": 32 - at_a_time.bit_length(), "BV": wide, "ROWS": with_rows},
+                        **{"BQ": KEY_ENTRIES, "KEY_BITS": 32 - KEY_ENTRIES.bit_length()},
+                        "num_warps": ROW_WARPS if with_rows else KEY_WARPS,
+                    },
                 )
         self.changed = True
         return new_keys

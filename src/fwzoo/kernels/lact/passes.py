@@ -59,25 +59,7 @@ def _flat(
     return Prepared(kernel, (parts(total, lines),), names, full=full, MASKED=masked, **constants, **others)
 
 
-# --- reading: h = silu(gate) * up ---
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _swiglu_kernel(both, rows, M: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr):
-    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    m = tl.program_id(1) * BM + tl.arange(0, BM)
-    ok = (r < rows)[:, None] & (m < M)[None, :]
-    gate, up = _at(both, r * 2 * M, m, ok), _at(both, r * 2 * M + M, m, ok)
-    _put(both, r * 2 * M, m, gate * tl.sigmoid(gate) * up, ok)
-
-
-def swiglu(both: Tensor) -> Prepared:
-    """Hidden units `[R, C, M]`, in the place of the gates of `[R, C, 2 M]`."""
-    rows, hidden = both.shape[0] * both.shape[1], both.shape[2] // 2
-    columns, lines = _blocks(hidden, 512)
-    grid = parts(rows, lines), parts(hidden, columns)
-    constants = {"M": hidden, "ROWS": lines, "BM": columns}
-    return Prepared(_swiglu_kernel, grid, (), both=both, rows=rows, **constants)
+# --- reading, backward: h = silu(gate) * up ---
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -103,49 +85,6 @@ def swiglu_backward(both: Tensor, d_hidden: Tensor) -> Prepared:
 
 
 # --- what a chunk writes: rows whose products with k and v are the three directions ---
-
-
-@triton.jit(do_not_specialize=["rows", "first", "plane"])
-def _written_kernel(
-    both, error, rates, rows, first, plane,
-    M: tl.constexpr, PER_CHANNEL: tl.constexpr, ROWS: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
-    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    m = tl.program_id(1) * BM + tl.arange(0, BM)
-    inside = r < rows
-    ok = inside[:, None] & (m < M)[None, :]
-    gate, up, e = _at(both, r * 2 * M, m, ok), _at(both, r * 2 * M + M, m, ok), _at(error, r * M, m, ok)
-    sigmoid = tl.sigmoid(gate)
-    active = gate * sigmoid
-    slope = sigmoid + active * (1.0 - sigmoid)
-    if PER_CHANNEL:  # the rates of W0 and W2 are with the keys
-        lr1 = _at(rates + plane, (first + r) * M, m, ok)
-        zero, one, two = slope * e * up, lr1 * active * up, e * active
-    else:
-        at = rates + first + r
-        lr0, lr1, lr2 = (
-            tl.load(at, mask=inside, other=0.0)[:, None],
-            tl.load(at + plane, mask=inside, other=0.0)[:, None],
-            tl.load(at + 2 * plane, mask=inside, other=0.0)[:, None],
-        )
-        zero, one, two = lr0 * slope * e * up, lr1 * active * up, lr2 * e * active
-    _put(both, r * 2 * M, m, zero, ok)
-    _put(both, r * 2 * M + M, m, two, ok)
-    _put(error, r * M, m, one, ok)
-
-
-def written(both: Tensor, error: Tensor, rates: Tensor) -> Prepared:
-    """From gates and ups `[R, C, 2 M]` and errors `[R, C, M]`, in their place, the rows that W0, W2 and W1 get.
-
-    The launch takes the row of `rates` that the chunk's first token has.
-    """
-    rows, hidden = error.shape[0] * error.shape[1], error.shape[2]
-    columns, lines = _blocks(hidden, 512)
-    grid = parts(rows, lines), parts(hidden, columns)
-    return Prepared(
-        _written_kernel, grid, ("first",), both=both, error=error, rates=rates, rows=rows, plane=rates.stride(0), M=hidden,
-        PER_CHANNEL=rates.shape[2] > 1, ROWS=lines, BM=columns,
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "first", "plane"])
@@ -237,64 +176,49 @@ def _moving(full, full_at, b, heads, inside, MASKED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first", "full_at", "total", "heads"])
 def _step_kernel(
-    step, last, kept, full, sums, weights, norms, saved, lengths, direction, first, full_at, total, heads,
-    D: tl.constexpr, M: tl.constexpr, MOMENTUM: tl.constexpr, MASKED: tl.constexpr, PRENORM: tl.constexpr,
-    KEEP: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr, BF: tl.constexpr,
+    step, full, sums, weights, norms, saved, lengths, first, full_at, total, heads,
+    D: tl.constexpr, M: tl.constexpr, MASKED: tl.constexpr, PRENORM: tl.constexpr, EPS: tl.constexpr, ROWS: tl.constexpr,
+    BF: tl.constexpr,
 ):  # fmt: skip
     r, b, _row, at, width = _flat_rows(total, D, M, ROWS)
     f, inside = tl.arange(0, BF), r < total
     ok = inside[:, None] & (f[None, :] < width[:, None])
-    moves = _moving(full, full_at, b, heads, inside, MASKED)
-    g = _at(step, at, f, ok)
-    if MOMENTUM:
-        old = _at(last, at, f, ok)
-        g += tl.load(kept + first + b, mask=inside, other=0.0)[:, None] * old
-        if MASKED:
-            g = tl.where(moves[:, None], g, old)
-        _put(last, at, f, g, ok)
-        if KEEP:
-            _put(direction, at, f, g, ok)
     before = _at(sums, at, f, ok)
-    after = before + g
+    after = before + _at(step, at, f, ok)
     length = tl.sqrt(tl.sum(after * after, 1))
     n = tl.load(norms + r, mask=inside, other=0.0)
     w = after * (n / (length + EPS))[:, None]
     if MASKED:
+        moves = _moving(full, full_at, b, heads, inside, MASKED)
         w = tl.where(moves[:, None], w, _at(weights, at, f, ok))
         after = tl.where(moves[:, None], after, before)
     if PRENORM:
         _put(sums, at, f, after, ok)
     _put(weights, at, f, w, ok)
     _put(saved, at, f, w, ok)
-    if KEEP:
+    if lengths is not None:
         tl.store(lengths + first.to(tl.int64) * (2 * M + D) + r, length, mask=inside)
 
 
 def step_weights(
-    rows: int, last: Tensor | None, kept: Tensor | None, full: Tensor | None, heads: int, sums: Tensor, weights: Tensor,
-    norms: Tensor, lengths: Tensor | None, directed: bool, size: int, hidden: int,
+    rows: int, full: Tensor | None, heads: int, sums: Tensor, weights: Tensor, norms: Tensor, lengths: Tensor | None,
+    size: int, hidden: int,
 ) -> Prepared:  # fmt: skip
-    """Add a direction, with momentum, to the first `rows` rows of the weights, and give them the norms of the beginning.
+    """Add a step to the first `rows` rows of the weights, and give them the norms of the beginning.
 
-    The launch takes, behind `first` and `full_at`, the direction, what is filled with the new weights and, where `directed`,
-    what is filled with the new direction.
+    The launch takes, behind `first` and `full_at`, the step and what is filled with the new weights.
 
     Args:
-        rows: R.
-        last: the direction before, float32, replaced by the new one; None: no momentum.
-        kept: float32 `[all rows]`, the share of that direction that is kept.
-        full, heads: as in `_flat`.
+        rows: R. full, heads: as in `_flat`.
         sums: float32, advanced in place; the weights themselves unless the sums are kept un-normalised.
         weights: float32, replaced.
         norms: float32 `[R, 2 M + D]`, of the rows of the initial weights.
         lengths: `[all rows, 2 M + D]`, filled with the norms of the rows before they are rescaled; None: nothing is kept.
-        directed: whether there is momentum, and a backward pass for which the direction is kept.
         size, hidden: D and M.
     """
     return _flat(
-        _step_kernel, ("step", "saved", *(["direction"] if directed else [])), rows, full, heads, size, hidden, last=last,
-        kept=kept, sums=sums, weights=weights, norms=norms, lengths=lengths, MOMENTUM=last is not None,
-        PRENORM=sums is not weights, KEEP=lengths is not None,
+        _step_kernel, ("step", "saved"), rows, full, heads, size, hidden, sums=sums, weights=weights, norms=norms,
+        lengths=lengths, PRENORM=sums is not weights,
     )  # fmt: skip
 
 
@@ -394,36 +318,6 @@ def step_weights_backward(
 
 
 # --- the direction with its momentum where Newton-Schulz gets it ---
-
-
-@triton.jit(do_not_specialize=["first", "full_at", "total", "heads"])
-def _direct_kernel(
-    step, last, kept, full, direction, first, full_at, total, heads,
-    D: tl.constexpr, M: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr, BF: tl.constexpr,
-):  # fmt: skip
-    r, b, _row, at, width = _flat_rows(total, D, M, ROWS)
-    f, inside = tl.arange(0, BF), r < total
-    ok = inside[:, None] & (f[None, :] < width[:, None])
-    old = _at(last, at, f, ok)
-    g = _at(step, at, f, ok) + tl.load(kept + first + b, mask=inside, other=0.0)[:, None] * old
-    if MASKED:
-        g = tl.where(_moving(full, full_at, b, heads, inside, MASKED)[:, None], g, old)
-    _put(last, at, f, g, ok)
-    _put(direction, at, f, g, ok)
-
-
-def direct(
-    step: Tensor, last: Tensor, kept: Tensor | None, full: Tensor | None, heads: int, size: int, hidden: int
-) -> Prepared:
-    """A direction with its momentum, which also replaces the last one.
-
-    The launch takes, behind `first` and `full_at`, what is filled with it.
-
-    Args:
-        step: the direction without momentum. the others: as in `step_weights`.
-    """
-    rows, others = step.shape[0], {"step": step, "last": last, "kept": kept}
-    return _flat(_direct_kernel, ("direction",), rows, full, heads, size, hidden, **others)
 
 
 @triton.jit(do_not_specialize=["first", "full_at", "total", "heads"])

@@ -118,10 +118,11 @@ def empty_state(documents: int, k: Tensor, rates: int, weights: Weights, chunk: 
     """
     heads, size = k.shape[2], k.shape[3]
     w0, w1, w2 = (w.to(dtype).expand(documents, *w.shape) for w in weights)
+    zero, wide = k.new_zeros(()), k.new_zeros((), dtype=dtype)
     pending = (
-        *(k.new_zeros(()).expand(documents, chunk, heads, size) for _ in range(2)),
-        *(k.new_zeros((), dtype=dtype).expand(documents, chunk, heads, rates) for _ in range(3)),
-        k.new_zeros((), dtype=dtype).expand(documents, chunk, heads),
+        *(zero.expand(documents, chunk, heads, size) for _ in range(2)),
+        *(wide.expand(documents, chunk, heads, rates) for _ in range(3)),
+        wide.expand(documents, chunk, heads),
     )
     fields = (
         *(w0, w1, w2) * 2,

@@ -1,11 +1,11 @@
-"""LaCT on a GPU: batched matrix products of the library, one Triton kernel between them, backward by recomputation.
+"""LaCT on a GPU: three launches a chunk, backward by recomputation on batched products of the library.
 
-What tokens read needs only the weights before their chunk, so reading is apart from the chain of updates, and runs over
-several chunks at once. The weights before every chunk are kept for the backward pass, nothing of its inside. A chunk is a few
-large launches on buffers that all chunks share: the GPU works longer on them than Python takes to launch them.
+What tokens read needs only the weights before their chunk, so a chunk's read shares its launches with the update (see
+`products.py`). The weights before every chunk are kept for the backward pass, nothing of its inside; there, reads of several
+chunks are one product, and one Triton kernel lies between two of them (see `passes.py`).
 Products are bfloat16 for bfloat16 inputs and float32 otherwise; weights, sums, directions and rates are float32.
 
-R are rows of the batched products: sequences times heads. Flat matrices `[R, 3 M D]` hold W0, W2, W1 (see `passes.py`).
+R are rows of the batched products: sequences times heads. Flat matrices `[R, 3 M D]` hold W0, W2, W1.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..contract import few_tokens, needs_backward
-from ..gpu import custom, on_device
+from ..gpu import Prepared, custom, on_device
 from ..tiling import Tiling
 from . import passes
 from .chunk import in_chunks, read_plainly, waiting_tokens
-from .muon import orthogonal, orthogonal_backward, split
+from .muon import Orthogonal, orthogonal_backward, retraced, split
+from .products import Products
 from .rules import LactState, Options, Tokens
 
-READ_TOKENS = 1 << 13
-"""Of one read: enough to fill the card; twice as many where a backward pass follows, for fewer launches."""
+READ_TOKENS = 1 << 14
+"""Of the backward pass of one read: enough to fill the card."""
 
 
 def lact_triton(
@@ -101,7 +102,7 @@ def _scan(
         sums, last = (x if x is None else _enter(tiling, x, heads) for x in (sums, last))
     tiles = Tokens._make((*(tile(x) for x in tokens[:5]), tile(tokens.momentum[..., None]).squeeze(-1)))
     k, v, lr0, lr1, lr2, momentum = tiles
-    rates = torch.stack([x.flatten(0, -2) for x in (lr0, lr1, lr2)])
+    rates = torch.stack([lr0, lr1, lr2]).flatten(1, -2)
     kept = momentum.mean(-1).flatten() if options.momentum else None
     keep = needs_backward((q, k, v, rates, kept, weights, sums, norms, last))
     o_tiles, weights, new_sums, new_last, *_ = _scan_operator(
@@ -152,7 +153,7 @@ class _Call:
 
     Attributes:
         steps: active rows of every chunk number. heads, chunk, size, hidden: H, C, D, M. updates: chunk numbers that can be full.
-        dense: tiles are `[S, R, C, F]`; otherwise `[sum of steps, C, F]`. keep: whether a backward pass follows.
+        dense: tiles are `[S, R, C, F]`; otherwise `[sum of steps, C, F]`.
     """
 
     steps: list[int]
@@ -162,7 +163,6 @@ class _Call:
     hidden: int
     updates: int
     dense: bool
-    keep: bool
 
     @property
     def span(self) -> int:
@@ -181,7 +181,7 @@ class _Call:
 
     @property
     def _some(self) -> int:
-        return min((READ_TOKENS << self.keep) // self.chunk, len(self.steps))
+        return min(READ_TOKENS // self.chunk, len(self.steps))
 
     @property
     def blocks(self) -> list[int]:
@@ -205,46 +205,28 @@ class _Call:
         """W0 over W2, and W1, of every block of flat matrices."""
         return list(zip(*(x.split(blocks) for x in split(flat, self.size, self.hidden)), strict=True))
 
-    def reads(
-        self, start: int, end: int, tiles: Sequence[Any], weights: Sequence[tuple[Tensor, Matrices]]
-    ) -> Iterator[list[Tensor]]:
-        """What is read at once of chunk numbers `start` to `end`: of all `tiles`, then both matrices of all `weights`.
-
-        Args:
-            tiles: as of `readable`. weights: flat matrices, and `matrices` of them; the first is before chunk number `start`.
-        """
+    def reads(self, tiles: Sequence[Any], weights: Sequence[tuple[Tensor, Matrices]]) -> Iterator[list[Tensor]]:
+        """What is read at once: of all `tiles`, as of `readable`, then both matrices of all `weights`, flat ones and `matrices` of them."""
         if not self.by_row:
-            for i in range(start, end):
-                both = (_first(x, self.steps[i]) for _, pieces in weights for x in pieces[i - start])
+            for i, rows in enumerate(self.steps):
+                both = (_first(x, rows) for _, pieces in weights for x in pieces[i])
                 yield [*(x[i] for x in tiles), *both]
             return
-        rows, count = self.steps[0], end - start
+        rows, count = self.steps[0], len(self.steps)
         by_chunk = [flat[: count * rows].unflatten(0, (count, rows)) for flat, _ in weights]
         for row, first in itertools.product(range(rows), range(0, count, self.most)):
-            last = min(first + self.most, count)
-            both = (x for flat in by_chunk for x in split(flat[first:last, row], self.size, self.hidden))
-            yield [*(x[start + first : start + last, row] for x in tiles), *both]
+            here = slice(first, min(first + self.most, count))
+            both = (x for flat in by_chunk for x in split(flat[here, row], self.size, self.hidden))
+            yield [*(x[here, row] for x in tiles), *both]
 
 
 def _call(k: Tensor, steps: list[int], sizes: list[int]) -> _Call:
-    return _Call(steps, sizes[0], k.shape[-2], k.shape[-1], sizes[1], sizes[2], k.ndim == 4, bool(sizes[4]))
+    return _Call(steps, sizes[0], k.shape[-2], k.shape[-1], sizes[1], sizes[2], k.ndim == 4)
 
 
 def _first(x: Tensor, n: int) -> Tensor:
     """The first n of `x`, which is often all of it (an index costs as much as a launch)."""
     return x if n == x.shape[0] else x[:n]
-
-
-def _reader(both: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
-    """What fills outputs `[R, C, D]` from queries and the two matrices; both `[R, C, 2 M]` is its own."""
-    activate, units = passes.swiglu(both), both[..., : both.shape[2] // 2]
-
-    def run(q: Tensor, o: Tensor, w02: Tensor, w1: Tensor) -> None:
-        torch.bmm(q, w02.mT, out=both)
-        activate()
-        torch.bmm(units, w1.mT, out=o)
-
-    return run
 
 
 def _reader_backward(both: Tensor, d_hidden: Tensor) -> Callable[..., None]:
@@ -267,7 +249,7 @@ def _read_all_backward(call: _Call, d_o: Tensor, q: Tensor, d_q: Tensor, saved: 
     both, d_hidden = (q.new_empty(call.most, call.chunk, n * call.hidden) for n in (2, 1))
     reader = functools.cache(lambda n: _reader_backward(_first(both, n), _first(d_hidden, n)))
     weights = [(x, call.matrices(x, blocks)) for x, blocks in ((saved, call.blocks), (d_saved, call.steps))]
-    for own_d_o, *own in call.reads(0, len(call.steps), [call.readable(x) for x in (d_o, q, d_q)], weights):
+    for own_d_o, *own in call.reads([call.readable(x) for x in (d_o, q, d_q)], weights):
         reader(own_d_o.shape[0])(own_d_o, *own)
 
 
@@ -276,6 +258,11 @@ def _alone(x: Tensor) -> Iterator[None]:
     """The device of `x` is current, and products are of the dtypes they are given (a backward pass may run under autocast)."""
     with on_device(x), torch.autocast(x.device.type, enabled=False):
         yield
+
+
+def _by_rows(x: Tensor) -> Tensor:
+    """Tokens whose numbers lie one after the other."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _owned(x: Tensor) -> Tensor:
@@ -292,73 +279,59 @@ def _forward(
     """
     call, (muon, keep) = _call(k, steps, sizes), (bool(x) for x in sizes[3:])
     size, hidden, rows, chunk, entries = call.size, call.hidden, steps[0], k.shape[-2], weights.shape[1]
-    span = len(steps) if keep else call.span
-    blocks = call.blocks if keep else [rows] * (min(span, call.updates) + 1)  # of which the weights are at hand
+    blocks = call.blocks if keep else [rows]  # without a backward pass, the weights' next values replace them
+    q = _by_rows(q)
     saved, o = k.new_empty(sum(blocks), entries), torch.empty_like(q)
     directed = keep and (muon or last is not None)
     saved_last = k.new_empty(sum(blocks) if directed else 0, entries)
     lengths = norms.new_empty(sum(steps[: call.updates]) if keep else 0, norms.shape[1])
     weights, norms = _owned(weights), norms.contiguous()
     sums, last = (x if x is None else _owned(x) for x in (sums, last))
-    slots, matrices = saved.split(blocks), call.matrices(saved, blocks)
+    slots = saved.split(blocks)
     slots[0].copy_(weights[:rows])
-    directions = saved_last.split(blocks) if directed else None
-    if directions is not None and last is not None:
+    directions: Sequence[Tensor] = ()  # in the products' dtype
+    if directed or muon:
+        directions = saved_last.split(blocks) if directed else [k.new_empty(rows, entries)]
+    if directed and last is not None:
         directions[0].copy_(last[:rows])
-    both, error = k.new_empty(max(rows, call.most), chunk, 2 * hidden), k.new_empty(rows, chunk, hidden)
-    step = k.new_empty(rows, entries)
-    reader = functools.cache(lambda n: _reader(_first(both, n)))
+    room = k.new_empty(4, rows * chunk * hidden)  # of a chunk's units, then of what orthogonalises its direction
+    units, pairs, ones = (x.view(rows, chunk, -1) for x in (room[0], room[1:3], room[3]))
+    step = None if muon or last is not None else torch.empty_like(weights)
+    full_at = 0 if full is None else full.shape[1]
+    tiles = [call.chunks(x) for x in (q, o, *(_by_rows(x) for x in (k, v)))]
 
-    def launches(n: int) -> tuple[Any, ...]:
-        """For chunks of n rows: what fills the rows that are written, the directions, and what steps."""
-        own_both, own_error, own_step = (_first(x, n) for x in (both, error, step))
-        write = passes.written(own_both, own_error, rates)
-        step02, step1 = split(own_step, size, hidden)
-
-        def project(own_k: Tensor, own_v: Tensor, w02: Tensor, w1: Tensor, first: int) -> None:
-            torch.bmm(own_k, w02.mT, out=own_both)
-            torch.bmm(own_v, w1, out=own_error)
-            write(first * chunk)
-            if rates.shape[2] == 1:
-                torch.bmm(own_both.mT, own_k, out=step02)
-            else:
-                for j, part in ((0, slice(None, hidden)), (2, slice(hidden, None))):
-                    torch.bmm(own_both[..., part].mT, _scaled(own_k, rates[j], first), out=step02[:, part])
-            torch.bmm(own_v.mT, own_error, out=step1)
-
-        rest = kept, full, call.heads
-        put = passes.step_weights(
-            n, None if muon else last, *rest, weights if sums is None else sums, weights, norms, lengths if keep else None,
-            directed and not muon, size, hidden,
+    @functools.cache
+    def products(n: int, writes: bool) -> Products:
+        """For chunks of n rows."""
+        own_q, own_o, own_k, own_v = (x[0][:n] for x in tiles)
+        own_units, own_pairs, own_ones = (_first(x, n) for x in (units, pairs, ones))
+        if not writes:
+            return Products(own_q, own_o, weights, own_units, hidden)
+        return Products(
+            own_q, own_o, weights, own_units, hidden, k=own_k, v=own_v, rates=rates, pairs=own_pairs, ones=own_ones, last=last,
+            step=step, directed=bool(directions), kept=kept, full=full, heads=call.heads,
         )  # fmt: skip
-        direct = passes.direct(own_step, last, *rest, size, hidden) if muon and last is not None else None
-        return project, own_step, direct, put
 
-    prepared = functools.cache(launches)
-    keys, values, firsts = call.chunks(k), call.chunks(v), call.firsts
-    tiles = [call.readable(x) for x in (q, o)]
+    @functools.cache
+    def orthogonal_of(n: int) -> Orthogonal:
+        return Orthogonal(_first(slots[0], n), size, hidden, room)
+
+    @functools.cache
+    def put(n: int) -> Prepared:
+        """Steps the weights of n rows."""
+        before = weights if sums is None else sums
+        return passes.step_weights(n, full, call.heads, before, weights, norms, lengths if keep else None, size, hidden)
+
     with _alone(q):
-        for start in range(0, len(steps), span):
-            end = min(start + span, len(steps))
-            if start and span > 1:
-                slots[0].copy_(slots[-1])
-            here = start % 2 if span == 1 and not keep else 0  # the slot of the weights before chunk number `start`
-            for i in range(start, min(end, call.updates)):
-                n, at = steps[i], (firsts[i], 0 if full is None else i * full.shape[1])
-                project, own_step, direct, put = prepared(n)
-                before, after = here + i - start, (here + i - start + 1) % len(slots)
-                project(keys[i], values[i], *(_first(x, n) for x in matrices[before]), firsts[i])
-                direction = [directions[i + 1]] if directions is not None else []
-                if muon:
-                    if direct is None:
-                        direction = [x.copy_(own_step) for x in direction] or [own_step]
-                    else:
-                        direction = direction or [torch.empty_like(own_step)]
-                        direct(*at, *direction)
-                    own_step, direction = orthogonal(direction[0], size, hidden)[0], []
-                put(*at, own_step, slots[after], *direction)
-            for own_q, *own in call.reads(start, end, tiles, [(saved, matrices[here:])]):
-                reader(own_q.shape[0])(own_q, *own)
+        for i, (n, first, own_q, own_o, own_k, own_v) in enumerate(zip(steps, call.firsts, *tiles, strict=False)):
+            narrow, at = slots[i % len(slots)], (first, i * full_at)
+            if i >= call.updates:
+                products(n, False)(own_q, own_o, narrow, *at)
+                continue
+            direction = [_first(x, n) for x in directions[(i + 1) % len(blocks) :][:1]]
+            products(n, True)(own_q, own_o, narrow, *at, own_k, own_v, *direction)
+            move = orthogonal_of(n)(direction[0]) if muon else last if last is not None else step
+            put(n)(*at, move, slots[(i + 1) % len(slots)])
     if not keep:
         saved = k.new_empty(0)
     none = norms.new_empty(0)
@@ -387,7 +360,7 @@ def _fake_forward(
     flat = torch.empty_like(weights, memory_format=torch.contiguous_format)
     none, blocks, entries = norms.new_empty(0), sum(call.blocks), weights.shape[1]
     return (
-        torch.empty_like(q), flat, none if sums is None else torch.empty_like(flat),
+        torch.empty_like(_by_rows(q)), flat, none if sums is None else torch.empty_like(flat),
         none.clone() if last is None else torch.empty_like(flat),
         k.new_empty(blocks, entries) if keep else k.new_empty(0),
         norms.new_empty(sum(steps[: call.updates]) if keep else 0, norms.shape[1]),
@@ -480,7 +453,7 @@ def _backward(
             take(*at, read, later, written, slots[i + 1], slots[i], *([] if muon else before))
             if direct is not None and directions is not None:
                 direction = directions[i + 1]
-                _, trail = orthogonal(direction, size, hidden)
+                trail = retraced(direction, size, hidden)
                 direct(*at, orthogonal_backward(own_step, direction, trail, size, hidden), *before)
             project(keys[i], values[i], d_keys[i], d_values[i], firsts[i])
     d_weights[:rows] += reads[0]
@@ -516,10 +489,10 @@ _scan_operator = custom(
 
 
 def _read_forward(q: Tensor, flat: Tensor, hidden: int) -> tuple[Tensor]:
-    o = torch.empty_like(q)
+    q = _by_rows(q)
+    o, narrow = torch.empty_like(q), flat.to(q.dtype)
     with _alone(q):
-        both = q.new_empty(*q.shape[:2], 2 * hidden)
-        _reader(both)(q, o, *split(flat.to(q.dtype), q.shape[2], hidden))
+        Products(q, o, narrow, q.new_empty(*q.shape[:2], hidden), hidden)(q, o, narrow)
     return (o,)
 
 
@@ -537,7 +510,7 @@ _read_operator = custom(
     "lact_read",
     _read_forward,
     _read_backward,
-    lambda q, flat, hidden: (torch.empty_like(q),),
+    lambda q, flat, hidden: (torch.empty_like(_by_rows(q)),),
     lambda d_o, q, flat, *_: (torch.empty_like(q), torch.empty_like(flat)),
     outputs=1,
     inputs=range(2),

@@ -13,7 +13,6 @@ from torch import Tensor
 from .. import contract
 from ..contract import Limits, Op
 from ..product_keys import (
-    UNPROVEN,
     check_finite,
     check_query_and_keys,
     check_retrieval,
@@ -72,7 +71,7 @@ def _level(read: Callable[..., Any], readers: Readers) -> Callable[..., Any]:
 
 
 def _limits(few: bool, backward: bool, *, top_k: int = 32, **_: Any) -> Limits:
-    return Limits(cannot=search_cannot(top_k), unproven=UNPROVEN)
+    return Limits(cannot=search_cannot(top_k))
 
 
 PKM = contract.register(
