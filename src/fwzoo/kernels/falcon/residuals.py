@@ -200,7 +200,7 @@ def pair_kernel(
         tl.store(by_token, x.to(pairs.dtype.element_ty), mask=where)
 
 
-WARPS, STAGES, STAGES_BACK = 1, 3, 1
+WARPS, STAGES = 2, 3
 
 
 def _some(x: Tensor, ranks: Ranks, *size: int) -> Tensor:
@@ -230,7 +230,7 @@ def _run(
             AFTER=options.read_after_write, BACK=back, N=16,
             WORK=tl.float32 if wide else tl.bfloat16,
             PRECISION="ieee" if INTERPRETING else "tf32x3" if k.dtype == torch.float32 else "tf32",
-            num_warps=WARPS, num_stages=STAGES_BACK if back else STAGES,
+            num_warps=WARPS, num_stages=STAGES,
         )  # fmt: skip
     return out, S_out, borders
 
