@@ -82,6 +82,9 @@ FALCON = {"step": "eta", "qk_norm": "rms"}
 The regression rules keep `step="beta"`: their update is stable for a gain below 2 only, which an emitted step does not keep.
 """
 
+CONVOLUTION = 8
+"""Width of the short convolutions of Falcon rules, which sees twice as far behind a separator; the gated delta rule learns with 4."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -139,8 +142,9 @@ class Variant:
 
 
 def variants(layouts: Sequence[str]) -> dict[str, Variant]:
-    """A model for every layout."""
-    return {name: Variant(name, options_of(name)) for name in layouts}
+    """A model for every layout; those with a Falcon rule have wide short convolutions."""
+    wide = {"short_conv_size": CONVOLUTION}
+    return {name: Variant(name, {**options_of(name), **(wide if "falcon" in name else {})}) for name in layouts}
 
 
 def options_of(layout: str) -> dict[str, Any]:

@@ -197,9 +197,8 @@ def prepare(model: Any) -> Any:
     if gates:
         embeddings.add_(1)
     for gate in gates:
-        gate.mul_(0.5).add_(
-            2 * math.sqrt(2) / gate.shape[1]
-        )  # a norm leaves a mean of 1 / sqrt(2), so gates are about 2
+        open_by = 2 * math.sqrt(2) / gate.shape[1]  # a norm leaves a mean of 1 / sqrt(2), so gates are about 2
+        gate.mul_(0.2).add_(open_by)
     for mixer in mixers:
         mixer.o_proj.weight.zero_()
     return model
