@@ -769,7 +769,7 @@ class Table:
                     *(self.written, self.stamps, self.sub_count, self.sub_begin, self.sub_pieces, cursor),
                     *(self.cursors[-1], P, line, per, entries, self.stamp, blocks, sub_piece, most),
                 ),
-                {**sizes, "KEEP": self.keep, "BB": min(2048, power(bins))},
+                {**sizes, "KEEP": self.keep, "BB": min(1024, power(bins))},
             )
             launch_in_order(
                 _place_kernel,
