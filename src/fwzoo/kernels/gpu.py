@@ -27,7 +27,7 @@ from .ranks import CHUNK, Ranks
 
 INTERPRET = tl.constexpr(INTERPRETING)
 PLAIN = (Tensor, torch.nn.Parameter)
-OPTIONS = ("num_warps", "num_stages")  # of a launch
+OPTIONS = ("num_warps", "num_stages", "maxnreg")  # of a launch
 
 
 def power(size: int) -> int:
@@ -105,7 +105,7 @@ def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> Any:
     """`kernel[grid](**arguments)`, but what was compiled is found and started by fewer steps: Triton's own take 50 microseconds.
 
     The first argument is a tensor, on the current device. Arguments that the kernel has no parameter for are left out, but for
-    num_warps and num_stages. Returns what was compiled, nothing under the interpreter.
+    num_warps, num_stages and maxnreg. Returns what was compiled, nothing under the interpreter.
     """
     options: dict[str, Any] = {name: arguments[name] for name in OPTIONS if name in arguments}
     if INTERPRETING:
