@@ -43,7 +43,7 @@ from .rules import Options
 
 ROOM = {"states": 4096, "values": 4096, "scores": 2048, "keys": 4096}  # elements of a tile that a program holds
 
-SOME = 16  # chunks of a program that looks for low decays
+SOME = 64  # chunks of a program that looks for low decays
 
 
 def cut(kind: str, rows: int, columns: int) -> int:

@@ -193,12 +193,12 @@ def _rescaled_states(
     place, inside = dv[:, None] + dk[None, :] * V, in_v[:, None] & in_k[None, :]
     own_state = state + (q * H + h) * K * V + place
     if borders is not None:
-        S += tl.load(own_state, mask=inside, other=0.0)
         each = begin + e  # a segment has no more chunks
         found = tl.zeros([C], tl.int32)
         for part in tl.static_range(BLOCKS):
             found += tl.load(low + (part * M + chunk + each) * H + h, mask=each < end, other=0)
         end = tl.where(tl.max(found, 0) > 0, end, begin)
+        S += tl.load(own_state, mask=inside & (begin + place * 0 < end), other=0.0)
     for step in range(begin, end):
         i = step
         if BACK:

@@ -31,8 +31,6 @@ PIECE, SUB_PIECE, MOST = 32, 32, 32  # least entries of a piece of a slot and of
 FIELDS = 7  # numbers that describe a piece
 PROGRAMS = 4224  # that write rows or move sub-keys: as many as an H200 runs at once
 ROOM = 512 << 20  # bytes that the pool may have to spare without looking at how much of it is used
-READ_WARPS, ROW_WARPS, ROW_ENTRIES, KEY_WARPS, KEY_ENTRIES = 2, 2, 4, 2, 8
-TOGETHER = ((True, True),)
 UNIT = 40  # the use of a sub-key is counted in units of 2^-UNIT
 
 
@@ -59,11 +57,14 @@ def _rows(number, slot, ok, values, held, pool, P, c, V: tl.constexpr, WRITTEN: 
         own = (number > 0)[:, None]
         place = (number - 1).to(tl.int64)[:, None]
         written = tl.where(place < P, held + place * V, pool + (place - P) * V)
-        if values.dtype != held.dtype:
+        if values.dtype == held.dtype:
+            x = read(tl.where(own, written, row) + c[None, :], inside).to(tl.float32)
+        else:
             x = read(row + c[None, :], inside & (number <= 0)[:, None]).to(tl.float32)
-            return tl.where(own, read(written + c[None, :], inside & own).to(tl.float32), x)
-        row = tl.where(own, written, row)
-    return read(row + c[None, :], inside).to(tl.float32)
+            x = tl.where(own, read(written + c[None, :], inside & own).to(tl.float32), x)
+    else:
+        x = read(row + c[None, :], inside).to(tl.float32)
+    return x
 
 
 @triton.jit
@@ -417,10 +418,8 @@ def _joined(total, shared, parts, sums, finished, c, V: tl.constexpr):
     return last, total
 
 
-@triton.jit
-def _write_rows(
-    program,
-    programs,
+@triton.jit(do_not_specialize=["P", "rate", "most"])
+def _write_kernel(
     pieces,
     bound,
     placed,
@@ -446,13 +445,13 @@ def _write_rows(
     c, e = tl.arange(0, BV), tl.arange(0, BE)
     one = tl.zeros([1], tl.int32)
     next_start, next_size, next_shared, next_whole, next_slot, next_old, next_new = _next_piece(
-        pieces, program, most, True
+        pieces, tl.program_id(0), most, True
     )
-    for i in range(program, (tl.load(cursor) >> 32).to(tl.int32), programs):
+    for i in range(tl.program_id(0), (tl.load(cursor) >> 32).to(tl.int32), tl.num_programs(0)):
         start, size, shared, whole, slot = next_start, next_size, next_shared, next_whole, next_slot
         old, new = next_old + one, (next_new - 1 - P).to(tl.int64)
         next_start, next_size, next_shared, next_whole, next_slot, next_old, next_new = _next_piece(
-            pieces, i + programs, most, True
+            pieces, i + tl.num_programs(0), most, True
         )
         row = tl.reshape(_rows(old, -old, one == 0, values, held, pool, P, c, V, True), [BV])
         last = whole == 1
@@ -474,10 +473,8 @@ def _write_rows(
             tl.store(pool + new * V + c, row + change * (rate / (whole if AVERAGE else 1)), mask=c < V)
 
 
-@triton.jit
-def _move_keys(
-    program,
-    programs,
+@triton.jit(do_not_specialize=["rate", "sub_piece", "most"])
+def _keys_kernel(
     q,
     keys,
     new_keys,
@@ -500,11 +497,13 @@ def _move_keys(
 ):
     """One piece of a sub-key's entries after the other: what they add to its gradient, and the step. BINS: sub-keys of a memory."""
     f, e = tl.arange(0, BF), tl.arange(0, BE)
-    next_start, next_size, next_shared, next_whole, next_bin, _old, _new = _next_piece(pieces, program, most, False)
-    for i in range(program, tl.load(cursor + 1).to(tl.int32), programs):
+    next_start, next_size, next_shared, next_whole, next_bin, _old, _new = _next_piece(
+        pieces, tl.program_id(0), most, False
+    )
+    for i in range(tl.program_id(0), tl.load(cursor + 1).to(tl.int32), tl.num_programs(0)):
         start, size, shared, whole, bin = next_start, next_size, next_shared, next_whole, next_bin
         next_start, next_size, next_shared, next_whole, next_bin, _old, _new = _next_piece(
-            pieces, i + programs, most, False
+            pieces, i + tl.num_programs(0), most, False
         )
         entry = tl.load(placed + start + e, mask=e < size, other=0)
         at = bin.to(tl.int64) * F + f
@@ -525,64 +524,6 @@ def _move_keys(
         last, total = _joined(total, shared, parts, sums, finished, f, F)
         if last:
             tl.store(new_keys + at, key - rate * (total.to(tl.float32) * unit), mask=f < F)
-
-
-@triton.jit(do_not_specialize=["P", "value_rate", "most", "key_rate", "sub_piece", "sub_most", "key_programs"])
-def _write_kernel(
-    pieces,
-    bound,
-    placed,
-    residual,
-    values,
-    held,
-    pool,
-    sums,
-    finished,
-    cursor,
-    q,
-    keys,
-    new_keys,
-    sub_pieces,
-    sub_bound,
-    sub_placed,
-    sub_sums,
-    sub_finished,
-    P,
-    value_rate,
-    most,
-    key_rate,
-    sub_piece,
-    sub_most,
-    key_programs,
-    V: tl.constexpr,
-    AVERAGE: tl.constexpr,
-    ROW_BITS: tl.constexpr,
-    PIECE: tl.constexpr,
-    MOST: tl.constexpr,
-    BE: tl.constexpr,
-    BV: tl.constexpr,
-    BINS: tl.constexpr,
-    F: tl.constexpr,
-    IDW: tl.constexpr,
-    KEY_BITS: tl.constexpr,
-    BQ: tl.constexpr,
-    BF: tl.constexpr,
-    KEYS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Sub-keys move in the first programs (KEYS), rows in the others (ROWS): neither waits for the other."""
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    if KEYS and program < key_programs:
-        _move_keys(
-            *(program, key_programs, q, keys, new_keys, sub_pieces, sub_bound, sub_placed, sub_sums),
-            *(sub_finished, cursor, key_rate, sub_piece, sub_most, BINS, F, IDW, KEY_BITS, MOST, BQ, BF),
-        )
-    elif ROWS:
-        _write_rows(
-            *(program - key_programs, programs - key_programs, pieces, bound, placed, residual),
-            *(values, held, pool, sums, finished, cursor, P, value_rate, most, V, AVERAGE, ROW_BITS, PIECE, MOST),
-            *(BE, BV),
-        )
 
 
 @triton.jit(do_not_specialize=["P", "M", "halvings", "T", "C"])
@@ -791,7 +732,7 @@ class Table:
         sizes = {
             **{"E": self.entries, "V": self.width, "H": self.heads, "K": options.top_k, "N_SUB": self.sub},
             **{"WRITES": write, "KEYS": options.address_loss, "GATED": options.gate_weighting},
-            **{"NORMALIZE": options.normalize_targets, "UNIT": UNIT, "num_warps": READ_WARPS},
+            **{"NORMALIZE": options.normalize_targets, "UNIT": UNIT, "num_warps": 2},
             "BH": power(2 * self.heads),
             "BK": power(options.top_k),
         }
@@ -813,7 +754,7 @@ class Table:
         sub_blocks = count_parts(per * 2 * self.heads, at_once)
         sub_piece, most = max(SUB_PIECE, power(count_parts(2 * entries, PROGRAMS))), self.sub_pieces.shape[1]
         wide, new_keys = _tile(1, width)["BV"], torch.empty_like(keys) if moves else keys
-        at_a_time = min(ROW_ENTRIES, max(1, 2048 // wide))
+        at_a_time = min(4, max(1, 2048 // wide))
         sizes = {
             **{"E": self.entries, "H": self.heads, "K": options.top_k, "N_SUB": self.sub, "BINS": bins, "F": size},
             **{"IDW": options.score == "idw", "PIECE": PIECE, "MOST": MOST, "LINE": LINE},
@@ -828,7 +769,7 @@ class Table:
                     *(self.written, self.stamps, self.sub_count, self.sub_begin, self.sub_pieces, cursor),
                     *(self.cursors[-1], P, line, per, entries, self.stamp, blocks, sub_piece, most),
                 ),
-                {**sizes, "KEEP": self.keep, "BB": min(2048, power(bins))},
+                {**sizes, "KEEP": self.keep, "BB": min(1024, power(bins))},
             )
             launch_in_order(
                 _place_kernel,
@@ -841,26 +782,27 @@ class Table:
                 ),
                 {**sizes, "ROWS": at_once, "BK": power(options.top_k)},
             )
-            rows, key_programs = min(PROGRAMS, entries), min(PROGRAMS, most)
-            for part in TOGETHER if moves else ((False, True),):
-                with_keys, with_rows = part
-                grid = (key_programs if with_keys else 0) + (rows if with_rows else 0)
+            launch_in_order(
+                _write_kernel,
+                (min(PROGRAMS, entries),),
+                (
+                    *(self.pieces, self.largest, self.placed, self.residual, self.values, self.held, self.pool),
+                    *(self.sums, self.finished, cursor, P, options.value_lr, entries),
+                ),
+                {
+                    **{**sizes, "V": width, "AVERAGE": options.row_averaging},
+                    **{"BE": at_a_time, "BITS": 32 - at_a_time.bit_length(), "BV": wide},
+                },
+            )
+            if moves:
                 launch_in_order(
-                    _write_kernel,
-                    (grid,),
+                    _keys_kernel,
+                    (min(PROGRAMS, most),),
                     (
-                        *(self.pieces, self.largest, self.placed, self.residual, self.values),
-                        *(self.held, self.pool, self.sums, self.finished, cursor, q, keys, new_keys),
-                        *(self.sub_pieces, sub_bound, self.sub_placed, self.sub_sums),
-                        *(self.sub_finished, P, options.value_lr, entries, options.key_lr, sub_piece, most),
-                        key_programs if with_keys else 0,
+                        *(q, keys, new_keys, self.sub_pieces, sub_bound, self.sub_placed, self.sub_sums),
+                        *(self.sub_finished, cursor, options.key_lr, sub_piece, most),
                     ),
-                    {
-                        **{**sizes, "V": width, "AVERAGE": options.row_averaging, "KEYS": with_keys},
-                        **{"BE": at_a_time, "ROW_BITS": 32 - at_a_time.bit_length(), "BV": wide, "ROWS": with_rows},
-                        **{"BQ": KEY_ENTRIES, "KEY_BITS": 32 - KEY_ENTRIES.bit_length()},
-                        "num_warps": ROW_WARPS if with_rows else KEY_WARPS,
-                    },
+                    {**sizes, "BE": 8, "BITS": 28, "num_warps": 2},
                 )
         self.changed = True
         return new_keys

@@ -196,7 +196,6 @@ class Products:
 
     Args:
         q, k, v, o: a chunk `[rows, C, D]`; all others have their strides. k and v are None where nothing is written.
-        weights: narrow flat matrices like those that are read.
         rates: `[3, all rows C, 1 or D]`; None where nothing is written.
         units, pairs, ones: `[rows, C, M]`, `[rows, C, 2 M]` and `[rows, C, M]`, for one chunk after the other.
         last: float32 flat, the direction before, replaced by the new one; None: no momentum.
@@ -206,7 +205,7 @@ class Products:
     """
 
     def __init__(
-        self, q: Tensor, o: Tensor, weights: Tensor, units: Tensor, hidden: int, *, k: Tensor | None = None,
+        self, q: Tensor, o: Tensor, units: Tensor, hidden: int, *, k: Tensor | None = None,
         v: Tensor | None = None, rates: Tensor | None = None, pairs: Tensor | None = None, ones: Tensor | None = None,
         last: Tensor | None = None, step: Tensor | None = None, directed: bool = False, kept: Tensor | None = None,
         full: Tensor | None = None, heads: int = 1,
@@ -260,7 +259,7 @@ class Products:
     def __call__(
         self, q: Tensor, o: Tensor, weights: Tensor, first: int = 0, full_at: int = 0, *written: Tensor
     ) -> None:
-        """Read a chunk into `o`; written: its keys and values, and what is filled with the direction.
+        """Read a chunk into `o`, from flat weights of its dtype; written: its keys and values, and what is filled with the direction.
 
         first: rows of all chunk numbers before this one. full_at: where its part of `full` begins.
         """

@@ -313,14 +313,14 @@ def _forward(
         own_q, own_o, own_k, own_v = (x[0][:n] for x in tiles)
         own_units, own_pairs, own_ones = (_first(x, n) for x in (units, pairs, ones))
         if not writes:
-            return Products(own_q, own_o, weights, own_units, hidden)
+            return Products(own_q, own_o, own_units, hidden)
         return Products(
-            own_q, own_o, weights, own_units, hidden, k=own_k, v=own_v, rates=rates, pairs=own_pairs, ones=own_ones, last=last,
+            own_q, own_o, own_units, hidden, k=own_k, v=own_v, rates=rates, pairs=own_pairs, ones=own_ones, last=last,
             step=step, directed=bool(directions), kept=kept, full=full, heads=call.heads,
         )  # fmt: skip
 
     @functools.cache
-    def orthogonal_of(n: int) -> Orthogonal:
+    def orthogonaliser(n: int) -> Orthogonal:
         return Orthogonal(_first(slots[0], n), size, hidden, room)
 
     @functools.cache
@@ -337,7 +337,7 @@ def _forward(
                 continue
             direction = [_first(x, n) for x in directions[(i + 1) % len(blocks) :][:1]]
             products(n, True)(own_q, own_o, narrow, *at, own_k, own_v, *direction)
-            move = orthogonal_of(n)(direction[0]) if muon else last if last is not None else step
+            move = orthogonaliser(n)(direction[0]) if muon else last if last is not None else step
             put(n)(*at, move, slots[(i + 1) % len(slots)])
     if not keep:
         saved = k.new_empty(0)
@@ -499,7 +499,7 @@ def _read_forward(q: Tensor, flat: Tensor, hidden: int) -> tuple[Tensor]:
     q = _by_rows(q)
     o, narrow = torch.empty_like(q), flat.to(q.dtype)
     with _alone(q):
-        Products(q, o, narrow, q.new_empty(*q.shape[:2], hidden), hidden)(q, o, narrow)
+        Products(q, o, q.new_empty(*q.shape[:2], hidden), hidden)(q, o, narrow)
     return (o,)
 
 
