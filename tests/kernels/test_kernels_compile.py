@@ -64,6 +64,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         ("falcon2", torch.float32),
         ("falcon2", torch.bfloat16),
         ("falcon2a", torch.bfloat16),
+        ("falcon3", torch.bfloat16),
         ("falcon3a", torch.bfloat16),
     ],
     ids=str,
