@@ -48,13 +48,11 @@ def test_what_auto_takes_on_a_gpu(
     assert found.level == level and why in str(found)
 
 
-def test_what_was_not_shown_right_runs_when_asked_for(on_gpu: None) -> None:
+def test_what_cannot_run_says_why(on_gpu: None) -> None:
     q = probe(100)
-    limits = contract.Limits(unproven="nobody has looked")
-    assert FALCON.resolve("triton", 100, (q, q, q), limits).args[0] is FALCON.levels["triton"]
-    assert FALCON.resolve("auto", 100, (q, q, q), limits).args[0] is FALCON.levels["chunk"]
+    assert FALCON.resolve("triton", 100, (q, q, q)).args[0] is FALCON.levels["triton"]
     with pytest.raises(ValueError, match="window is 9"):
-        FALCON.resolve("triton", 100, (q, q, q), FALCON.limits(False, False, rule="falcon3", window=9))
+        FALCON.resolve("triton", 100, (q, q, q), FALCON.limit(False, rule="falcon3", window=9))
 
 
 @pytest.mark.parametrize(

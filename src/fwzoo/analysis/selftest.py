@@ -108,8 +108,8 @@ def _verdicts(
     for level in ("chunk", "triton"):
         about = (op.name, sample.name, mode, level, str(sizes), str(dtype).removeprefix("torch."))
         tensors = [x.to(device, dtype) for x in sample.tokens.values()]
-        limits = op.limits(mode == "decoding", mode == "training", **sample.options)
-        if (why := op.unavailable(level, tensors, limits)) is not None:
+        unfit = op.limit(mode == "decoding", **sample.options)
+        if (why := op.unavailable(level, tensors, unfit)) is not None:
             yield Verdict(*about, None, None, None, 0.0, why)
             continue
         limit, start = 2 * plain + 8 * torch.finfo(dtype).eps, time.perf_counter()

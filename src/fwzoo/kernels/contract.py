@@ -119,22 +119,6 @@ class Explanation:
         return "\n".join(lines + [f"  not {level}: {why}" for level, why in self.others.items()])
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What a call's options mean for the Triton kernels.
-
-    Attributes:
-        cannot: why they cannot run it, or None.
-        unproven: why `auto` does not take them although they run when asked for, or None.
-    """
-
-    cannot: str | None = None
-    unproven: str | None = None
-
-
-NO_LIMITS = Limits()
-
-
 def heads_fit(tensors: Sequence[Tensor], largest: int = LARGEST) -> str | None:
     """Why the Triton kernels, which take K and V up to `largest`, cannot take those of query, key, value, ..., or None."""
     q, v = tensors[0], tensors[2] if len(tensors) > 2 else tensors[0]
@@ -153,7 +137,7 @@ class Op:
         levels: level name to implementation.
         short: up to this many tokens a CPU runs the token loop faster than the chunk form.
         samples: random calls for `fwzoo selftest`, from what draws their tensors.
-        limits: from whether a call is of few tokens, whether it wants gradients, and its keyword options.
+        limit: from whether a call is of few tokens and its keyword options: why the Triton kernels cannot run it, or None.
         fits: from the tensors of a call: why the Triton kernels cannot take their sizes, or None.
     """
 
@@ -161,27 +145,27 @@ class Op:
     levels: dict[str, Callable[..., Any]]
     short: int = 0
     samples: Callable[[Draw], Iterator[Sample]] = lambda draw: iter(())
-    limits: Callable[..., Limits] = lambda few, backward, **options: NO_LIMITS
+    limit: Callable[..., str | None] = lambda few, **options: None
     fits: Callable[[Sequence[Tensor]], str | None] = heads_fit
 
-    def unavailable(self, level: str, tensors: Sequence[Tensor] = (), limits: Limits = NO_LIMITS) -> str | None:
+    def unavailable(self, level: str, tensors: Sequence[Tensor] = (), limit: str | None = None) -> str | None:
         """Why `level` cannot run on `tensors` (query, key, value, ...), or None."""
         if level not in self.levels:
             return f"{self.name} has no {level} level in this version of fwzoo"
         if level != "triton":
             return None
-        return triton_cannot_run(tensors) or self.fits(tensors) or limits.cannot
+        return triton_cannot_run(tensors) or self.fits(tensors) or limit
 
-    def choose(self, tokens: int, tensors: Sequence[Tensor] = (), limits: Limits = NO_LIMITS) -> tuple[str, str]:
+    def choose(self, tokens: int, tensors: Sequence[Tensor] = (), limit: str | None = None) -> tuple[str, str]:
         """The level that `auto` takes for a call of `tokens` tokens, and the reason."""
-        if tensors and tensors[0].is_cuda and self.unavailable("triton", tensors, limits) is None:
-            return ("chunk", limits.unproven) if limits.unproven else ("triton", "the tensors are on a CUDA device")
+        if tensors and tensors[0].is_cuda and self.unavailable("triton", tensors, limit) is None:
+            return "triton", "the tensors are on a CUDA device"
         if tokens <= self.short:
             return "reference", f"a call of at most {self.short} tokens is fastest as a token loop"
         return "chunk", "fastest available level" + (f" for more than {self.short} tokens" if self.short else "")
 
     def resolve(
-        self, level: str, tokens: int, tensors: Sequence[Tensor] = (), limits: Limits = NO_LIMITS
+        self, level: str, tokens: int, tensors: Sequence[Tensor] = (), limit: str | None = None
     ) -> Callable[..., Any]:
         """The implementation to run, the reference where there is no token.
 
@@ -190,28 +174,28 @@ class Op:
         Args:
             level: as the caller gave it. tokens: T.
             tensors: query, key, value, ...: what they are decides whether the Triton kernels can run.
-            limits: what this call's options mean for the Triton kernels.
+            limit: why this call's options keep the Triton kernels from it, or None.
         """
         if level == "auto":
-            level, reason = self.choose(tokens, tensors, limits)
+            level, reason = self.choose(tokens, tensors, limit)
             if not torch.compiler.is_compiling() and (self.name, reason) not in _LOGGED:
                 _LOGGED.add((self.name, reason))
                 logger.info("%s: level %s, because %s", self.name, level, reason)
         else:
             one_of("level", level, ("auto", *LEVELS))
-            if (why := self.unavailable(level, tensors, limits)) is not None:
-                allowed = sorted(name for name in self.levels if self.unavailable(name, tensors, limits) is None)
+            if (why := self.unavailable(level, tensors, limit)) is not None:
+                allowed = sorted(name for name in self.levels if self.unavailable(name, tensors, limit) is None)
                 raise ValueError(f"level is {level!r}, but {why}; use 'auto' or one of {allowed}")
         return functools.partial(_without_autocast, self.levels[level if tokens else "reference"])
 
     def explain(self, tokens: int, tensors: Sequence[Tensor] = (), **options: Any) -> Explanation:
         """What `auto` would do for a call of `tokens` tokens with these options."""
-        limits = self.limits(few_tokens(tensors, None, None), needs_backward(tensors), **options)
-        chosen, reason = self.choose(tokens, tensors, limits)
+        limit = self.limit(few_tokens(tensors, None, None), **options)
+        chosen, reason = self.choose(tokens, tensors, limit)
         others = {}
         for level in (level for level in LEVELS if level != chosen):
-            why = limits.unproven if level == "triton" and limits.unproven else f"{chosen} is faster here"
-            others[level] = self.unavailable(level, tensors, limits) or f"{why}; level={level!r} runs when asked for"
+            why = f"{chosen} is faster here; level={level!r} runs when asked for"
+            others[level] = self.unavailable(level, tensors, limit) or why
         return Explanation(self.name, chosen, reason, others)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import contract
-from ..contract import Limits, Op
+from ..contract import Op
 from ..samples import Draw, Sample, Samples
 from .chunk import falcon_chunk
 from .reference import falcon_reference
@@ -37,17 +37,13 @@ def _triton(*arguments: Any) -> tuple[Tensor, FalconState]:
     return falcon_triton(*arguments)
 
 
-def _limits(
-    few: bool, backward: bool, *, rule: str = "falcon1", window: int = 4, decay_floor: float = 1e-4, **_: Any
-) -> Limits:
+def _limit(few: bool, *, rule: str = "falcon1", window: int = 4, decay_floor: float = 1e-4, **_: Any) -> str | None:
     contract.one_of("rule", rule, tuple(RULES))
     if RULES[rule].per_column and decay_floor < SMALLEST_FLOOR and not few:
-        return Limits(
-            cannot=f"decay_floor is {decay_floor}, and the Triton kernels of {rule} take {SMALLEST_FLOOR} and above"
-        )
+        return f"decay_floor is {decay_floor}, and the Triton kernels of {rule} take {SMALLEST_FLOOR} and above"
     if RULES[rule].sliding and window > LARGEST_WINDOW:
-        return Limits(cannot=f"window is {window}, and the Triton kernels take up to {LARGEST_WINDOW}")
-    return Limits()
+        return f"window is {window}, and the Triton kernels take up to {LARGEST_WINDOW}"
+    return None
 
 
 FALCON = contract.register(
@@ -56,7 +52,7 @@ FALCON = contract.register(
         {"reference": falcon_reference, "chunk": falcon_chunk, "triton": _triton},
         short=4,
         samples=_samples,
-        limits=_limits,
+        limit=_limit,
     )
 )
 
@@ -115,10 +111,8 @@ def falcon(
     if contract.debugging():
         _check_values(q, k, v, beta, ridge, mask, options)
     tensors = (q, k, v, beta, ridge, *(state or ()))
-    few, backward = contract.few_tokens(tensors, mask, bounds), contract.needs_backward(tensors)
-    run = FALCON.resolve(
-        level, q.shape[1], (q, k, v), _limits(few, backward, rule=rule, window=window, decay_floor=decay_floor)
-    )
+    limit = _limit(contract.few_tokens(tensors, mask, bounds), rule=rule, window=window, decay_floor=decay_floor)
+    run = FALCON.resolve(level, q.shape[1], (q, k, v), limit)
     return run(q, k, v, beta, ridge, options, state, mask, bounds)
 
 

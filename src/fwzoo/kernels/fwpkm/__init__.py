@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import contract
-from ..contract import Limits, Op
+from ..contract import Op
 from ..product_keys import (
     check_finite,
     check_query_and_keys,
@@ -49,24 +49,23 @@ def _triton(*arguments: Any) -> tuple[Tensor, FwpkmState]:
     return fwpkm_triton(*arguments)
 
 
-def _limits(
+def _limit(
     few: bool,
-    backward: bool,
     *,
     top_k: int = 8,
     group: Any = None,
     max_slots: int | None = None,
     places: int = 0,
     **_: Any,
-) -> Limits:
+) -> str | None:
     """places: slots of all memories together."""
     if group is not None:
-        return Limits(cannot="a memory shared by a process group is pooled by level 'chunk' only")
+        return "a memory shared by a process group is pooled by level 'chunk' only"
     if max_slots is not None:
-        return Limits(cannot=f"max_slots is {max_slots}, and the Triton kernels do not bound what a memory writes")
+        return f"max_slots is {max_slots}, and the Triton kernels do not bound what a memory writes"
     if places > MOST_PLACES:
-        return Limits(cannot=f"the memories have {places} slots, and the Triton kernels take up to {MOST_PLACES}")
-    return Limits(cannot=search_cannot(top_k))
+        return f"the memories have {places} slots, and the Triton kernels take up to {MOST_PLACES}"
+    return search_cannot(top_k)
 
 
 def _fits(tensors: Sequence[Tensor]) -> str | None:
@@ -80,7 +79,7 @@ FWPKM = contract.register(
         "fwpkm",
         {"reference": fwpkm_reference, "chunk": fwpkm_chunk, "triton": _triton},
         samples=_samples,
-        limits=_limits,
+        limit=_limit,
         fits=_fits,
     )
 )
@@ -183,8 +182,8 @@ def fwpkm(
     check_finite(mask, q=q, v=v, gate=gate)
     check_finite(None, keys=state.keys, values=values)
     places = state.keys.shape[0] * values.shape[0]
-    limits = _limits(False, False, top_k=top_k, group=group, max_slots=max_slots, places=places)
-    run = FWPKM.resolve(level, q.shape[1], (q, keys, values), limits)
+    limit = _limit(False, top_k=top_k, group=group, max_slots=max_slots, places=places)
+    run = FWPKM.resolve(level, q.shape[1], (q, keys, values), limit)
     if q.is_meta:  # no values to choose slots by: shapes only, those of a memory that has not written yet
         return torch.empty_like(v), state
     return run(q, v, gate, keys.detach(), values.detach(), options, state, mask, bounds)

@@ -33,11 +33,9 @@ def _samples(draw: Draw) -> Samples:
     yield Sample("momentum, prenorm", tokens, rates | momentum, weights, {"chunk_size": 64, "prenorm": True}, dtypes)
 
 
-def _limits(few: bool = False, backward: bool = False, hidden: int = 1, **options: Any) -> contract.Limits:
-    """What the call means for the kernels; hidden: M."""
-    if hidden > WIDEST:
-        return contract.Limits(cannot=f"M is {hidden}, and the Triton kernels take M up to {WIDEST}")
-    return contract.NO_LIMITS
+def _limit(few: bool = False, hidden: int = 1, **_: Any) -> str | None:
+    """hidden: M."""
+    return f"M is {hidden}, and the Triton kernels take M up to {WIDEST}" if hidden > WIDEST else None
 
 
 def _triton(*arguments: Any) -> tuple[Tensor, LactState]:
@@ -51,7 +49,7 @@ LACT = contract.register(
         "lact",
         {"reference": lact_reference, "chunk": lact_chunk, "triton": _triton},
         samples=_samples,
-        limits=_limits,
+        limit=_limit,
         fits=functools.partial(contract.heads_fit, largest=WIDEST),
     )
 )
@@ -116,7 +114,7 @@ def lact(
         momentum = q.new_zeros(q.shape[:3], dtype=dtype)
     tokens = Tokens(k, v, *(x.to(dtype) for x in (lr0, lr1, lr2, momentum)))
     contract.check_values({"q": q, **tokens._asdict()}, mask)
-    run = LACT.resolve(level, q.shape[1], (q, k, v), _limits(hidden=w0.shape[1]))
+    run = LACT.resolve(level, q.shape[1], (q, k, v), _limit(hidden=w0.shape[1]))
     return run(q, tokens, options, state, counts, mask, bounds)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import contract
-from ..contract import Limits, Op
+from ..contract import Op
 from ..product_keys import (
     check_finite,
     check_query_and_keys,
@@ -70,8 +70,8 @@ def _level(read: Callable[..., Any], readers: Readers) -> Callable[..., Any]:
     return run
 
 
-def _limits(few: bool, backward: bool, *, top_k: int = 32, **_: Any) -> Limits:
-    return Limits(cannot=search_cannot(top_k))
+def _limit(few: bool, *, top_k: int = 32, **_: Any) -> str | None:
+    return search_cannot(top_k)
 
 
 PKM = contract.register(
@@ -83,7 +83,7 @@ PKM = contract.register(
             "triton": _level(_triton, _triton_readers),
         },
         samples=_samples,
-        limits=_limits,
+        limit=_limit,
         fits=tables_fit,
     )
 )
@@ -127,7 +127,7 @@ def pkm(
     contract.one_of("return_slots", return_slots, (True, False))
     contract.one_of("sparse_grad", sparse_grad, (True, False))
     check_finite(None, q=q, keys=keys, values=values)
-    run = PKM.resolve(level, q.shape[1], (q, keys, values), _limits(False, False, top_k=top_k))
+    run = PKM.resolve(level, q.shape[1], (q, keys, values), search_cannot(top_k))
     v, slots, weights = run(q, keys, values, top_k, score, score_eps, sparse_grad)
     if watching():
         keep_read(slots, weights)
