@@ -178,7 +178,7 @@ def _older(coupling, final, steps, near, s, e, p, weighted, kept, W: tl.constexp
 @triton.jit(do_not_specialize=[*FIXED, "total"])
 def run_kernel(
     q, k, head, strength, upto, upto_low, scratch, blocks, docs, chunk_doc, rows, total, T, NC,
-    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, UNROLL: tl.constexpr, N: tl.constexpr,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, N: tl.constexpr,
     SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """blocks: `[M * H, 2, C, 2 N]`, what every block writes and reads by itself, of its values and (with the sign of a write) of what
@@ -195,7 +195,7 @@ def run_kernel(
             H, K, C, BK, N, SHIFT, W, AFTER, PLAIN, MASKED, WORK, WIDE, PRECISION,
         )  # fmt: skip
         e, p = _empty_window(near, W, N)
-        for s in tl.range(W - 1, N, loop_unroll_factor=UNROLL):
+        for s in range(W - 1, N):
             gain, keep = tl.load(strength + number * N + s), tl.load(steps + s)
             p, weighted = _written(e, p, gain, keep, W)
             tl.store(final + (s - (W - 1)) * (2 * N) + near, p[W - 1])
@@ -575,7 +575,7 @@ def _less(rows, others, gain, W: tl.constexpr):
 def within_backward_kernel(
     q, k, head, strength, upto, upto_low, scratch, history, d_blocks, d_couplings, d_strength, d_log_decay,
     docs, chunk_doc, rows, total, T, NC,
-    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, UNROLL: tl.constexpr, N: tl.constexpr,
+    H, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, N: tl.constexpr,
     SHIFT: tl.constexpr, W: tl.constexpr, DECAYED: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, WORK: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The run over the tokens of every block again, then back to front: the rest of d_couplings, d_strength and more of d_log_decay.
@@ -607,7 +607,7 @@ def within_backward_kernel(
         gone = tl.where(behind <= -(W - 1 + late), tl.load(score + place[None, :] * N + place[:, None]), 0.0)
         tl.store(d_hats + all_rows, tl.dot(gone, d_read, d_write * ending[:, None], input_precision=PRECISION))
         e, p = _empty_window(near, W, N)
-        for s in tl.range(W - 1, N, loop_unroll_factor=UNROLL):
+        for s in range(W - 1, N):
             gain, keep = tl.load(gains + s), tl.load(steps + s)
             _store_rows(e_at + s * (W * 2 * N), e, W, N, WORK)
             p, weighted = _written(e, p, gain, keep, W)
@@ -620,7 +620,7 @@ def within_backward_kernel(
             d_p = d_p + (tl.load(d_writes + (N - 1 - a) * (2 * N) + near).to(tl.float32),)
         d_p, d_R = d_p + (tl.zeros_like(e[0]),), d_R + (tl.zeros_like(e[0]),)
         tl.debug_barrier()
-        for back in tl.range(0, N - W + 1, loop_unroll_factor=UNROLL):
+        for back in range(0, N - W + 1):
             s = N - 1 - back
             gain, keep = tl.load(gains + s), tl.load(steps + s)
             e = _rows_of(e_at + s * (W * 2 * N), W, N)
@@ -838,7 +838,7 @@ def window_forward(
     given |= {"from_v_t": residual_t, "residual_t": residual_t, "borders_t": borders_t, "S_in": S, "S_out": S_out}
     with on_device(q):
         settings = {"N": BLOCK, **_settings("response", q, v, ranks, form)}
-        launch(run_kernel, (programs,), **given, **{**settings, "num_warps": 1, "UNROLL": 1})
+        launch(run_kernel, (programs,), **given, **{**settings, "num_warps": 1})
         launch(response_kernel, (M,), **given, **settings)
         launch(apply_kernel, (M,), **given, **_settings("apply", q, v, ranks, form))
         settings = _settings("scan", q, v, ranks, form)
@@ -928,7 +928,7 @@ def window_backward(
         del given["d_responses"], d_responses
         scratch = q.new_empty(runs, 18, BLOCK, BLOCK, dtype=torch.float32)
         history = q.new_empty(runs, 3, BLOCK, form.window, 2 * BLOCK, dtype=work)
-        settings |= {"total": blocks_of(M), "num_warps": 1, "UNROLL": 1}
+        settings |= {"total": blocks_of(M), "num_warps": 1}
         launch(within_backward_kernel, (runs,), **given, scratch=scratch, history=history, **settings)
         del scratch, history, given["d_blocks"]
         d_q = (torch.empty_like if ranks.rows is None else torch.zeros_like)(q)
