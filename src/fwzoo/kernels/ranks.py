@@ -25,7 +25,7 @@ class Ranks:
 
     Attributes:
         batch, tokens: B and T. documents: N.
-        overlap: slots of a chunk that belong to the chunk before it.
+        overlap: slots of a chunk that belong to the chunk before it (falcon3: to the block before theirs, see `gpu.slots_of`).
         segment: chunks of a segment.
         chunks, segments: their numbers in all documents (upper bounds under a mask).
         docs: int64 `[N + 1, 4]`: first row, real tokens, first chunk, first segment; None when plain.

@@ -5,9 +5,11 @@ its slots (the first W - 1 are the last pairs of the chunk before) and the incom
 
     S_C = e^{u_C} S_0 + X^T (write_v V - write_S X S_0)         O = e^c Q S_0 + read_v V - read_S X S_0
 
-`response_kernel` finds the four `[C, C]` matrices by running over the tokens with one column for every slot: R holds what the
-window's keys read of the current state, p what was written to them so far, hat the final weight of every pair that has left
-the window, as of the token it was last written by. The state is then carried by the scans of `kernels/delta.py`.
+A chunk is four blocks of N slots, the first W - 1 of each again the last pairs before it. Within a block `run_kernel` goes from token to
+token with one column for every slot and kind: e holds what is wrong about the window's keys, p what was written to them so far, hat the
+weight of every pair as it left the window. Between blocks, with the Gram matrix G of later with earlier blocks and the blocks' own responses,
+what keys read as their block begins is Y = e^a X S_0 + G P, so P = write_v V + write_S Y is (I - write_S G)^-1 (write_v V + write_S e^a X S_0): that
+is `response_kernel`. The state is then carried by the scans of `kernels/delta.py`. Backward goes through the same two steps in reverse.
 """
 # mypy: disable-error-code="assignment, misc, var-annotated"
 # (in a kernel, a tuple grows)
