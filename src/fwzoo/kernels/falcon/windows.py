@@ -1,7 +1,7 @@
 """Triton kernels of falcon3, whose tokens write the residuals of a whole window of W pairs.
 
 What a chunk does is linear in its values and in what its keys read of the state before it. With the pair keys X, values V of
-its slots (the first W - 1 are the last pairs of the chunk before) and the incoming state S_0,
+its slots and the incoming state S_0,
 
     S_C = e^{u_C} S_0 + X^T (write_v V - write_S X S_0)         O = e^c Q S_0 + read_v V - read_S X S_0
 
