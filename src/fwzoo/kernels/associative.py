@@ -815,7 +815,7 @@ def _low_decays(
     to = tl.load(slots, mask=(each < end)[:, None] & (e >= 0)[None, :], other=0.0)
     decay = tl.exp(to - tl.load(slots - 1, mask=(each < end)[:, None] & (e > 0)[None, :], other=0.0))
     found = tl.max(((decay < SMALL) & (decay > 1.0001 * decay_floor)).to(tl.int32), 1)
-    tl.store(low + (chunk + each) * H + h, found, mask=(each < end) & (tl.program_id(1) == 0))
+    tl.store(low + (chunk + each) * H + h, found, mask=each < tl.where(tl.program_id(1) == 0, end, 0))
     if tl.max(found, 0) > 0:
         place = (q * H + h) * K * V + dk[:, None] * V + dv[None, :]
         inside = (dk < K)[:, None] & (dv < V)[None, :]

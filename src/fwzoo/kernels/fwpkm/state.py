@@ -115,15 +115,14 @@ def fingerprint(keys: Tensor, values: Tensor) -> Tensor:
     if known is None or known[0][0]() is not keys or known[0][1:] != version[1:]:
         sums = []
         for x in (keys.detach().flatten(0, -2), values.detach()):
-            # products with ones: torch.compile's kernel for sums over both axes at once has no float64
-            columns, rows = x.new_zeros(1, x.shape[1], dtype=torch.float64), []
-            ones = torch.ones_like(columns)
-            for block in x.split(1 << 14):  # a float64 copy of the whole table would be twice its size
+            down, along = (torch.linspace(1, 2, size, dtype=torch.float64, device=x.device) for size in x.shape)
+            total = x.new_zeros(2, dtype=torch.float64)
+            # by blocks, as a float64 copy of all would be large; over both axes, as torch.compile cannot sum float64 over
+            # one of them and over the other in one kernel
+            for block, weights in zip(x.split(1 << 14), down.split(1 << 14), strict=True):
                 wide = block.double()
-                columns = columns + wide.new_ones(1, wide.shape[0]) @ wide
-                rows.append(wide @ ones.T)
-            for total in (columns[0], torch.cat(rows)[:, 0]):
-                sums.append(total @ torch.linspace(1, 2, total.shape[0], dtype=torch.float64, device=x.device))
-        known = (version, torch.stack(sums))
+                total = total + torch.stack([(wide * along).sum(), (wide * weights[:, None]).sum()])
+            sums.append(total)
+        known = (version, torch.cat(sums))
         _FINGERPRINTS[values] = known
     return known[1]
