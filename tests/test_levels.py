@@ -46,6 +46,7 @@ def test_what_auto_takes_on_a_gpu(
     q, v = probe(tokens, size, gradients), probe(tokens)
     found = explain(falcon, q, q, v, **options)
     assert found.level == level and why in str(found)
+    assert "level='triton' runs when asked for" not in str(found)
 
 
 def test_what_cannot_run_says_why(on_gpu: None) -> None:
