@@ -41,6 +41,7 @@ from .gpu import (
     of_chunk,
     on_device,
     parts,
+    power,
     read,
     row_of,
     tables,
@@ -1184,8 +1185,7 @@ class Associative:
     def forward(self, S: Tensor | None, z: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Kept]:
         """Output `[B, T, H, V]`, state and z after the last token, and what backward needs."""
         ranks = self.ranks
-        plain = torch.empty_like if ranks.rows is None else torch.zeros_like
-        o = plain(self.v)
+        o = ranks.new_like(self.v)
         make = self.q.new_empty if ranks.rows is None else self.q.new_ones
         seen = make(self.q.shape[:3] if self.normalize else (0,), dtype=torch.float32)
         total = self.q.new_empty(ranks.segments, self.heads, dtype=torch.float32)
@@ -1234,11 +1234,13 @@ class Associative:
             d_o = (d_o.float() / kept.seen[..., None]).to(d_o.dtype)
         ones = self.ones and (self.normalize or d_z is not None)  # else nobody has read z
         wide, gates, total = self.q.dtype == torch.float32, through_gates is not None, torch.empty_like(kept.total)
-        make = torch.empty_like if ranks.rows is None else torch.zeros_like
-        d_q = make(self.q)
-        d_k, d_v = (make(x) if ranks.docs is None else torch.zeros_like(x) for x in (self.k, self.v))
-        if self.shift and ranks.docs is None and self.window > 1 and self.first is not None:
-            d_v[:, 0] = 0  # without a key before it, it belongs to no pair
+        # the first value belongs to no pair where no key may be before it
+        unpaired = 0 if self.shift and self.window > 1 and self.first is not None else None
+        d_q, d_k, d_v = (
+            ranks.new_like(self.q),
+            ranks.new_pairs_like(self.k, None),
+            ranks.new_pairs_like(self.v, unpaired),
+        )
         d_head_x, d_head_v = (None if x is None else torch.zeros_like(x) for x in (self.head_x, self.head_v))
         of_values, of_keys = (
             parts(size, cut(kind, other, size, self.k)[0])
@@ -1335,11 +1337,11 @@ class Associative:
             _walk_back, (ranks.segments * self.heads, parts(size, columns)), d_o=d_o, o=o, d_state=d_states, d_z=d_z, weight=weight,
             inner=inner, product=product, d_energy=d_energy, out=outs[0], head_out=outs[1], overlap=overlap, far=far, close=close,
             apart=apart, **self._common, BA=block(inner_size), BB=columns, SWAP=swap, ONES=d_z is not None,
-            NORMALIZE=self.normalize, GATES=gates is not None, COUNT=count, TILES=1 << (count - 1).bit_length(),
+            NORMALIZE=self.normalize, GATES=gates is not None, COUNT=count, TILES=power(count),
             ENERGY=d_energy is not None, **options,
         )  # fmt: skip
         if self.window > 1:
             launch(
                 _add_overlap, (ranks.chunks * self.heads,), overlap=overlap, k=outs[0], head_x=outs[1], **tables(ranks), first=self.first, H=self.heads, K=size, BK=block(size), W=self.window,
-                BW=1 << (self.window - 1).bit_length(), SHIFT=self.shift, VALUES=not swap, num_warps=1,
+                BW=power(self.window), SHIFT=self.shift, VALUES=not swap, num_warps=1,
             )  # fmt: skip

@@ -231,8 +231,7 @@ def _forward(
     chunk_doc: Tensor | None, rows: Tensor | None, sizes: list[int], norm: int, normed: int, head: int, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     ranks = ranks_of(sizes, docs, chunk_doc, None, rows)
-    make = torch.empty_like if rows is None else torch.zeros_like
-    ys = [None if x is None else make(x) for x in (x0, x1, x2)]
+    ys = [None if x is None else ranks.new_like(x) for x in (x0, x1, x2)]
     common = _common((x0, x1, x2), weight, past, ranks, head)
     with on_device(x0):
         launch(
@@ -250,8 +249,7 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     ranks, xs = ranks_of(sizes, docs, chunk_doc, None, rows), (x0, x1, x2)
     d_ys = [None if x is None else d_y for x, d_y in zip(xs, (d_y0, d_y1, d_y2), strict=True)]
-    make = torch.empty_like if rows is None else torch.zeros_like
-    d_xs = [None if x is None else make(x) for x in xs]
+    d_xs = [None if x is None else ranks.new_like(x) for x in xs]
     d_past = x0.new_empty(0) if past is None else torch.zeros_like(past)
     d_pre = x0.new_empty(*x0.shape[:2], weight.shape[0])
     parts = x0.new_empty(ranks.chunks, *weight.shape, dtype=torch.float32)

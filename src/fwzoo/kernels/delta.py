@@ -647,7 +647,7 @@ def delta_forward(
     heads, M = q.shape[2], ranks.chunks * q.shape[2]
     V, (solve, residual_t, borders_t) = v.shape[3], kept_like(q, v, ranks.chunks)
     from_S = q.new_empty(M, CHUNK, q.shape[3], dtype=solve.dtype)
-    o = (torch.empty_like if ranks.rows is None else torch.zeros_like)(v)
+    o = ranks.new_like(v)
     S_out = q.new_empty(ranks.documents, heads, q.shape[3], V, dtype=torch.float32)
     given = {"q": q, "k": k, "head": head, "v": v, "strength": strength, "upto": upto, "upto_low": upto_low, "o": o}
     given |= {
@@ -691,7 +691,6 @@ def delta_backward(
     to_r, d_residual_t, d_o_t, d_borders_t = (
         q.new_empty(M, *size, dtype=work) for size in ((C, K), (V, C), (V, C), (V, K))
     )
-    make = torch.empty_like if ranks.rows is None else torch.zeros_like
     given = {"q": q, "k": k, "head": head, "d_o": d_o, "strength": strength, "upto": upto, "upto_low": upto_low}
     given |= {"solve": solve, "scale": form.scale, "residual_t": residual_t, "d_residual_t": d_residual_t}
     given |= {"borders_t": borders_t, "d_borders_t": d_borders_t}
@@ -703,7 +702,8 @@ def delta_backward(
         grid = (parts(V, settings["BV"]), ranks.documents * heads)
         launch(scan_backward_kernel, grid, **given, **passed, dS_in=d_S_out, dS_out=d_S, **settings)
         del to_r, d_o_t, passed  # their memory is that of the gradients
-        d_q, d_k, d_v, d_head = make(q), make(k), make(v), q.new_empty(0) if head is None else torch.zeros_like(head)
+        d_q, d_k, d_v = (ranks.new_like(x) for x in (q, k, v))
+        d_head = q.new_empty(0) if head is None else torch.zeros_like(head)
         d_strength, d_log_decay = torch.empty_like(strength), torch.empty_like(upto)
         given |= {
             "d_q": d_q,

@@ -447,7 +447,7 @@ def out_of_chunks(x: Tensor, ranks: Ranks, dtype: torch.dtype) -> Tensor:
 
 
 def _move(kernel: Any, ranks: Ranks, heads: int, **arguments: Any) -> None:
-    width = min(16, 1 << (heads - 1).bit_length())
+    width = min(16, power(heads))
     with on_device(arguments["x"]):
         launch(
             kernel, (ranks.chunks, parts(heads, width)), **tables(ranks), H=heads, OVERLAP=ranks.overlap, BH=width, **arguments

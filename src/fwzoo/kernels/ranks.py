@@ -66,6 +66,19 @@ class Ranks:
             return torch.full((self.documents,), self.tokens, dtype=torch.long, device=device)
         return self.docs[:-1, 1]
 
+    def new_like(self, x: Tensor) -> Tensor:
+        """A new tensor like `x` `[B, T, ...]`, for kernels to fill by real tokens: masked ones are 0."""
+        return torch.empty_like(x) if self.rows is None else torch.zeros_like(x)
+
+    def new_pairs_like(self, x: Tensor, unpaired: int | None) -> Tensor:
+        """The same for gradients by pairs: all are 0 that may belong to none, in a plain document the row `unpaired`, if there is one."""
+        if self.docs is not None:
+            return torch.zeros_like(x)
+        found = torch.empty_like(x)
+        if unpaired is not None:
+            found[:, unpaired] = 0
+        return found
+
     def last(self, x: Tensor, back: int = 1) -> tuple[Tensor, Tensor]:
         """Row of the `back`-th last real token of every document from `x` `[B, T, ...]`, and bool `[N]`, whether it exists."""
         flat, lengths = x.flatten(0, 1), self.lengths(x.device)

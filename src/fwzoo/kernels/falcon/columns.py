@@ -698,7 +698,7 @@ class Columns:
         """Output, state after the last token, states before the segments and the segments' log-decay."""
         if (rescaled := self._rescaled) is not None:
             return rescaled.forward(S)
-        o = torch.empty_like(self.v) if self.ranks.rows is None else torch.zeros_like(self.v)
+        o = self.ranks.new_like(self.v)
         with on_device(self.q):
             states, total = self._states(self.k, self.v, False)
             S, _ = scan(states, total, S, self.ranks)
@@ -726,11 +726,9 @@ class Columns:
             found = rescaled.backward(d_o, o, d_S, S_end, states, total, through_gates, self.low_values)
             d_head_v = None if self.head_v is None else torch.zeros_like(self.head_v)
             return *found[:5], d_head_v, *found[5:]
-        make = torch.empty_like if ranks.rows is None else torch.zeros_like
-        d_q, d_beta = make(self.q), make(self.beta)
-        d_k, d_v = (make(x) if ranks.docs is None else torch.zeros_like(x) for x in (self.k, self.v))
-        if self.options.shifted and ranks.docs is None:  # the last key belongs to no pair
-            d_k[:, -1] = 0
+        d_q, d_beta = ranks.new_like(self.q), ranks.new_like(self.beta)
+        d_k = ranks.new_pairs_like(self.k, -1 if self.options.shifted else None)
+        d_v = ranks.new_pairs_like(self.v, None)
         d_head_x, d_head_v = (None if x is None else torch.zeros_like(x) for x in (self.head_x, self.head_v))
         of_values = self._cut("values")[0][1]
         sums = self.q.new_empty(2, of_values, ranks.chunks, self.q.shape[2], CHUNK, dtype=torch.float32)

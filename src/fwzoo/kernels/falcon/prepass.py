@@ -431,9 +431,8 @@ def inputs_backward(
     Returns: the last one, divided by the pairs of the window, `[B * T, H]` by first row plus rank; None where there is none.
     """
     heads = ridge.shape[2]
-    make = torch.empty_like if ranks.rows is None else torch.zeros_like
-    d_beta = ridge.new_empty(0) if options.rule.per_column else make(beta)
-    d_ridge = make(ridge)
+    d_beta = ridge.new_empty(0) if options.rule.per_column else ranks.new_like(beta)
+    d_ridge = ranks.new_like(ridge)
     live = options.step == "beta" or (options.scale_coupled and not options.rule.sliding)
     d_energy = ridge.new_empty(ranks.batch * ranks.tokens, heads, dtype=torch.float32)
     with on_device(ridge):

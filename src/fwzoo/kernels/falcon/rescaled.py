@@ -629,7 +629,7 @@ class Rescaled:
 
     def forward(self, S: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Output, state after the last token, states before the segments and the segments' log-decay."""
-        o = torch.empty_like(self.v) if self.ranks.rows is None else torch.zeros_like(self.v)
+        o = self.ranks.new_like(self.v)
         with on_device(self.q):
             b, scale, decays = self._rescale(self.options.read_after_write)
             states, total = self._states(b, decays, False)
@@ -654,11 +654,8 @@ class Rescaled:
             low_chunks: makes those of v, beta, eta and gamma anew in the chunks that have a low decay.
         """
         ranks, d_o, heads, v_size = self.ranks, d_o.contiguous(), self.q.shape[2], self.v.shape[3]
-        make = torch.empty_like if ranks.rows is None else torch.zeros_like
-        d_q, d_v, d_beta = make(self.q), make(self.v), make(self.beta)
-        d_k = torch.empty_like(self.k) if ranks.docs is None else torch.zeros_like(self.k)
-        if self.options.shifted and ranks.docs is None:  # the last key belongs to no pair
-            d_k[:, -1] = 0
+        d_q, d_v, d_beta = (ranks.new_like(x) for x in (self.q, self.v, self.beta))
+        d_k = ranks.new_pairs_like(self.k, -1 if self.options.shifted else None)
         d_head_x = None if self.head_x is None else torch.zeros_like(self.head_x)
         with on_device(self.q):
             b, scale, decays = self._rescale(self.options.read_after_write)

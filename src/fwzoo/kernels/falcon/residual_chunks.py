@@ -314,7 +314,7 @@ class Chunks:
 
     def read(self, r: Tensor, borders: Tensor) -> Tensor:
         """Outputs."""
-        o = torch.empty_like(self.v) if self.ranks.rows is None else torch.zeros_like(self.v)
+        o = self.ranks.new_like(self.v)
         with on_device(self.q):
             self._launch("read", read_kernel, r=r, borders=borders, o=o)
         return o
@@ -338,11 +338,9 @@ class Chunks:
             pairs: keys of pairs by token.
         """
         ranks, (chunks, heads), size = self.ranks, borders.shape[:2], self.v.shape[3]
-        make = torch.empty_like if ranks.rows is None else torch.zeros_like
-        d_q, d_v, d_beta, d_head_x = make(self.q), make(self.v), make(self.beta), torch.zeros_like(self.head_x)
-        d_k = torch.empty_like(self.k) if ranks.docs is None else torch.zeros_like(self.k)
-        if self.options.shifted and ranks.docs is None:  # the last key belongs to no pair
-            d_k[:, -1] = 0
+        d_q, d_v, d_beta = (ranks.new_like(x) for x in (self.q, self.v, self.beta))
+        d_k = ranks.new_pairs_like(self.k, -1 if self.options.shifted else None)
+        d_head_x = torch.zeros_like(self.head_x)
         asking, answering, leaving = (borders.new_empty(chunks, heads, CHUNK, size) for _ in range(3))
         scores, seen = (borders.new_empty(chunks, heads, CHUNK, CHUNK) for _ in range(2))
         width = min(SETTINGS["gains"]["BV"], block(size))

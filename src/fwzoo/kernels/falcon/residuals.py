@@ -208,18 +208,13 @@ def _some(x: Tensor, ranks: Ranks, *size: int) -> Tensor:
     return x.new_empty(size) if ranks.rows is None else x.new_zeros(size)
 
 
-def _by_token(x: Tensor, ranks: Ranks) -> Tensor:
-    """The same for a tensor like `x` `[B, T, ...]`, whose masked tokens are 0."""
-    return torch.empty_like(x) if ranks.rows is None else torch.zeros_like(x)
-
-
 def _run(
     k: Tensor, head_x: Tensor, q: Tensor, given: Tensor, beta: Tensor, strength: Tensor, u: Tensor, S: Tensor, ranks: Ranks,
     options: Options, back: bool, reads: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Residuals (or d_z), new state (or gradient of the old one), and states at the borders, `[M, H, K, V]`."""
     (heads, k_size), v_size = k.shape[2:], given.shape[3]
-    out = _by_token(given, ranks)
+    out = ranks.new_like(given)
     S_out, borders = torch.empty_like(S), _some(k, ranks, ranks.chunks, heads, k_size, v_size)
     wide = k.dtype != torch.bfloat16 or INTERPRETING
     with on_device(k):
@@ -288,13 +283,11 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
     found, _vector = gates(k, head_x, beta, ridge, first, count, ranks, options)
-    exact, reads = k.dtype == torch.float32, k.new_empty(0)
-    u = prefixes(beta, found, ranks, options, exact)
-    if exact:
-        reads = _by_token(v, ranks)
+    exact = k.dtype == torch.float32
+    u, reads = prefixes(beta, found, ranks, options, exact), ranks.new_like(v) if exact else k.new_empty(0)
     r, S, borders = _run(k, head_x, q, v, beta, found[0], u, S, ranks, options, False, reads if exact else None)
     if exact:
-        o = _by_token(v, ranks)
+        o = ranks.new_like(v)
         with on_device(k):
             Columns(q, k, r, beta, head_x, head_v, first, found, ranks, options).values(borders, o)
     else:
@@ -348,19 +341,17 @@ def _backward(
     gates_found = Gates(found, found.new_empty(0))
     u = prefixes(beta, found, ranks, options, k.dtype == torch.float32)
     d_z, d_S_in, d_borders = _run(k, head_x, q, d_o, beta, found[0], u, d_S, ranks, options, True)
+    writes, pairs = Columns(q, k, r, beta, head_x, head_v, first, found, ranks, options), torch.zeros_like(k)
+    _pairs(pairs, k, head_x, ranks, options, False)
     if k.dtype != torch.float32:
         chunks = Chunks(q, k, v, beta, head_x, found, u, ranks, options)
-        writes, pairs = Columns(q, k, r, beta, head_x, head_v, first, found, ranks, options), torch.zeros_like(k)
-        _pairs(pairs, k, head_x, ranks, options, False)
         d_q, d_k, d_v, d_beta, d_head_x, d_strength, d_decay = chunks.backward(
             d_o, o, r, d_z, borders, d_borders, d_S_in, writes, pairs
         )
     else:
-        writes, nothing = Columns(q, k, r, beta, head_x, head_v, first, found, ranks, options), torch.zeros_like(d_S_in)
-        total = u[:, :, -1].float().contiguous()
+        nothing, total = torch.zeros_like(d_S_in), u[:, :, -1].float().contiguous()
         d_q, d_k, _, d_beta, d_head_x, _, _, d_strength, d_decay = writes.backward(d_o, o, d_S, S_end, borders, total)
-        pairs, d_v = torch.zeros_like(k), d_z * beta * out_of_chunks(found[0], ranks, torch.float32)[..., None]
-        _pairs(pairs, k, head_x, ranks, options, False)
+        d_v = d_z * beta * out_of_chunks(found[0], ranks, torch.float32)[..., None]
         before = dataclasses.replace(writes, q=pairs, options=dataclasses.replace(options, read_after_write=False))
         d_pairs, more_k, _, more_beta, more_head_x, _, _, more_strength, more_decay = before.backward(
             -d_v, reads, nothing, S_end, borders, total

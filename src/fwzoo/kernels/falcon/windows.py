@@ -823,7 +823,7 @@ def window_forward(
     from_S = q.new_empty(M, C, q.shape[3], dtype=responses.dtype)
     programs = min(RUNS, blocks_of(M))
     scratch = q.new_empty(programs, 7, BLOCK, BLOCK, dtype=torch.float32)
-    o, S_out = (torch.empty_like if ranks.rows is None else torch.zeros_like)(v), torch.empty_like(S)
+    o, S_out = ranks.new_like(v), torch.empty_like(S)
     given = {
         "q": q,
         "k": k,
@@ -848,15 +848,6 @@ def window_forward(
         settings = _settings("window_read", q, v, ranks, form)
         launch(window_read_kernel, (M, parts(V, settings["BV"])), **given, **settings)
     return o, S_out, responses, blocks, residual_t, borders_t
-
-
-def _gradient_like(x: Tensor, row: int, ranks: Ranks) -> Tensor:
-    """A new tensor for gradients of `x`, 0 where no chunk may write to it: in one row of every document without a mask or packing."""
-    if ranks.docs is not None:
-        return torch.zeros_like(x)
-    found = torch.empty_like(x)
-    found[:, row] = 0
-    return found
 
 
 def window_backward(
@@ -913,7 +904,7 @@ def window_backward(
         launch(scan_backward_kernel, grid, **given, **passed, dS_in=d_S_out, dS_out=d_S, **settings)
         del to_r, d_o_t, passed  # their memory is that of what follows
         d_responses, d_couplings = (q.new_empty(M, n, C, C, dtype=work) for n in (4, 2))
-        d_v, d_head_v, carry_v = _gradient_like(v, 0, ranks), torch.zeros_like(head_v), v.new_empty(M, shared, V)
+        d_v, d_head_v, carry_v = ranks.new_pairs_like(v, 0), torch.zeros_like(head_v), v.new_empty(M, shared, V)
         given |= {
             "d_v": d_v,
             "d_head_v": d_head_v,
@@ -933,8 +924,8 @@ def window_backward(
         settings |= {"total": blocks_of(M), "num_warps": 1}
         launch(within_backward_kernel, (runs,), **given, scratch=scratch, history=history, **settings)
         del scratch, history, given["d_blocks"]
-        d_q = (torch.empty_like if ranks.rows is None else torch.zeros_like)(q)
-        d_k, d_head_x, carry_k = _gradient_like(k, -1, ranks), torch.zeros_like(head_x), q.new_empty(M, shared, K)
+        d_q = ranks.new_like(q)
+        d_k, d_head_x, carry_k = ranks.new_pairs_like(k, -1), torch.zeros_like(head_x), q.new_empty(M, shared, K)
         given |= {"d_q": d_q, "d_k": d_k, "d_head": d_head_x, "carry_k": carry_k}
         launch(window_gradient_kernel, (M,), **given, **_settings("window_gradient", q, v, ranks, form))
         settings = {**_settings("apply", q, v, ranks, form), "BK": block(K), "BV": block(V)}

@@ -839,7 +839,7 @@ class Table:
         torch.index_select(self.held, 0, kept, out=rows[: kept.shape[0]])
         torch.index_select(self.pool, 0, fresh, out=rows[kept.shape[0] :])
         longest = int(counts.max()) if self.groups else 0
-        places = 1 << (longest - 1).bit_length() if longest else 0
+        places = power(longest) if longest else 0
         rank = torch.arange(memory.shape[0], device=memory.device) - (counts.cumsum(0) - counts)[memory]
 
         def spread(x: Tensor, empty: int) -> Tensor:

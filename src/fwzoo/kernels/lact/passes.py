@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gpu import Prepared, parts, read
+from ..gpu import Prepared, parts, power, read
 from .rules import NORM_EPS, WIDEST
 
 ELEMENTS = 2048  # of every operand a program holds
@@ -23,7 +23,7 @@ ELEMENTS = 2048  # of every operand a program holds
 
 def _blocks(size: int, most: int = ELEMENTS) -> tuple[int, int]:
     """Columns and rows of a program's tile."""
-    columns = min(1 << (size - 1).bit_length(), most)
+    columns = min(power(size), most)
     return columns, max(1, ELEMENTS // columns)
 
 
