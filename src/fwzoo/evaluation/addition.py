@@ -83,7 +83,7 @@ The regression rules keep `step="beta"`: their update is stable for a gain below
 """
 
 CONVOLUTION = 8
-"""Width of the short convolutions of Falcon rules, which sees twice as far behind a separator; the gated delta rule learns with 4."""
+"""Width of the short convolutions: what all layers together see behind a separator bounds the digits that a model learns."""
 
 
 @dataclass(frozen=True)
@@ -142,9 +142,13 @@ class Variant:
 
 
 def variants(layouts: Sequence[str]) -> dict[str, Variant]:
-    """A model for every layout; those with a Falcon rule have wide short convolutions."""
-    wide = {"short_conv_size": CONVOLUTION}
-    return {name: Variant(name, {**options_of(name), **(wide if "falcon" in name else {})}) for name in layouts}
+    """A model for every layout, with wide short convolutions where its mixers have any."""
+    return {name: Variant(name, {**options_of(name), **_wide(name)}) for name in layouts}
+
+
+def _wide(layout: str) -> dict[str, Any]:
+    allowed = "short_conv_size" in FwzooConfig.from_layout(layout).to_dict()
+    return {"short_conv_size": CONVOLUTION} if allowed else {}
 
 
 def options_of(layout: str) -> dict[str, Any]:
@@ -157,7 +161,8 @@ def ablation(layout: str = "falcon3a") -> dict[str, Variant]:
     """The four models {read after, before the write} x {shifted, same-step pairs}."""
     made = {}
     for timing, pairing in itertools.product(("read_after_write", "read_before_write"), ("shifted", "same_step")):
-        made[f"{timing} {pairing}"] = Variant(layout, {**options_of(layout), "timing": timing, "pairing": pairing})
+        fields = {**variants([layout])[layout].fields, "timing": timing, "pairing": pairing}
+        made[f"{timing} {pairing}"] = Variant(layout, fields)
     return made
 
 
@@ -203,7 +208,7 @@ def run(
 
 def _train_and_test(experiment: Experiment, key: str, config: Any, settings: Settings, seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
-    model = prepare(AutoModelForCausalLM.from_config(config)).to(experiment.device)
+    model = delay(prepare(AutoModelForCausalLM.from_config(config))).to(experiment.device)
     schedule = Schedule(
         steps=settings.steps,
         batch_size=settings.batch_size,
@@ -226,6 +231,26 @@ def _train_and_test(experiment: Experiment, key: str, config: Any, settings: Set
     result["generated"] = {n: generated(model, n, settings.problems) for n in chosen}
     experiment.checkpoint(key).unlink(missing_ok=True)
     return result
+
+
+@torch.no_grad()
+def delay(model: Any) -> Any:
+    """Short convolutions begin as delays, with a fifth of what was drawn; returns the model.
+
+    Queries and values pass as they come, the keys of head h are those of h tokens ago (modulo the width). So from its first step
+    on a layer can find what followed the token that it looks for, which a rule that writes a key with its own value else has to learn.
+    """
+    for block in model.get_decoder().layers:
+        mixer = block.mixer
+        if getattr(mixer, "conv", None) is None:
+            continue
+        weight, heads, size = mixer.conv.weight.mul_(0.2), mixer.heads, mixer.conv.size
+        q, k, v = weight.split([heads * mixer.key_size, heads * mixer.key_size, heads * mixer.value_size])
+        for part in (q, v):
+            part[:, -1] += 1
+        for head, own in enumerate(k.chunk(heads)):
+            own[:, -1 - head % size] += 1
+    return model
 
 
 def test_problems(model: Any, width: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:

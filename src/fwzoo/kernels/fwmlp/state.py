@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..clock import FastOptions
+from ..clock import FastOptions, remember_count
 
 WEIGHTS = ("w_gate", "b_gate", "w_up", "b_up", "w_down", "b_down")
 
@@ -55,5 +55,5 @@ def empty_state(
         q=q.new_zeros(sequences, chunk, q.shape[2]),
         v=v.new_zeros(sequences, chunk, v.shape[2]),
         real=torch.zeros(sequences, chunk, dtype=torch.bool, device=q.device),
-        count=torch.zeros(groups, dtype=torch.long, device=q.device),
+        count=remember_count(torch.zeros(groups, dtype=torch.long, device=q.device), [0] * groups),
     )
