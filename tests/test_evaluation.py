@@ -129,6 +129,23 @@ def test_output_gates_begin_open_and_alike() -> None:
     assert len(seen) == 2 and all(1 < gate.mean() < 3 and gate.std() < 0.6 for gate in seen)
 
 
+def test_short_convolutions_begin_as_delays() -> None:
+    settings = addition.Settings(hidden_size=64, layers=1, heads=4)
+    model = AutoModelForCausalLM.from_config(addition.variants(["gated_delta"])["gated_delta"].config(settings))
+    mixer = model.model.layers[0].mixer
+    drawn = mixer.conv.weight.detach().clone()
+    addition.delay(model)
+    mixer.conv.weight.data -= 0.2 * drawn  # what is left are the delays alone
+    x = torch.randn(1, 20, 192)
+    y, _ = mixer.conv(x, None, None, None)
+    late = torch.nn.functional.silu(x)
+    torch.testing.assert_close(y[..., :64], late[..., :64])
+    torch.testing.assert_close(y[..., 128:], late[..., 128:])
+    for head in range(4):
+        own = slice(64 + 16 * head, 80 + 16 * head)
+        torch.testing.assert_close(y[:, head:, own], late[:, : 20 - head, own])
+
+
 # --- training ---
 
 

@@ -122,10 +122,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class Variant:
-    """A model to train: a layout, and fields of its configuration."""
+    """A model to train: a layout, fields of its configuration, and whether its short convolutions begin as delays."""
 
     layout: str
     fields: dict[str, Any]
+    delays: bool = False
 
     def config(self, settings: Settings) -> Any:
         return FwzooConfig.from_layout(
@@ -142,8 +143,8 @@ class Variant:
 
 
 def variants(layouts: Sequence[str]) -> dict[str, Variant]:
-    """A model for every layout, with wide short convolutions where its mixers have any."""
-    return {name: Variant(name, {**options_of(name), **_wide(name)}) for name in layouts}
+    """A model for every layout, with wide short convolutions that begin as delays where its mixers have any."""
+    return {name: Variant(name, {**options_of(name), **_wide(name)}, delays=True) for name in layouts}
 
 
 def _wide(layout: str) -> dict[str, Any]:
@@ -161,8 +162,7 @@ def ablation(layout: str = "falcon3a") -> dict[str, Variant]:
     """The four models {read after, before the write} x {shifted, same-step pairs}."""
     made = {}
     for timing, pairing in itertools.product(("read_after_write", "read_before_write"), ("shifted", "same_step")):
-        fields = {**variants([layout])[layout].fields, "timing": timing, "pairing": pairing}
-        made[f"{timing} {pairing}"] = Variant(layout, fields)
+        made[f"{timing} {pairing}"] = Variant(layout, {**options_of(layout), "timing": timing, "pairing": pairing})
     return made
 
 
@@ -187,7 +187,15 @@ def run(
     with Experiment(out, name, about, console) as experiment:
         pieces = experiment.pieces(
             {
-                f"{key} seed {seed}": (_train_and_test, experiment, f"{key} seed {seed}", config, settings, seed)
+                f"{key} seed {seed}": (
+                    _train_and_test,
+                    experiment,
+                    f"{key} seed {seed}",
+                    config,
+                    models[key].delays,
+                    settings,
+                    seed,
+                )
                 for seed, (key, config) in itertools.product(seeds, configs.items())
             }
         )
@@ -206,9 +214,14 @@ def run(
     return summary
 
 
-def _train_and_test(experiment: Experiment, key: str, config: Any, settings: Settings, seed: int) -> dict[str, Any]:
+def _train_and_test(
+    experiment: Experiment, key: str, config: Any, delays: bool, settings: Settings, seed: int
+) -> dict[str, Any]:
     torch.manual_seed(seed)
-    model = delay(prepare(AutoModelForCausalLM.from_config(config))).to(experiment.device)
+    model = prepare(AutoModelForCausalLM.from_config(config))
+    if delays:
+        delay(model)
+    model = model.to(experiment.device)
     schedule = Schedule(
         steps=settings.steps,
         batch_size=settings.batch_size,

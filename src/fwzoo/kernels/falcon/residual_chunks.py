@@ -285,6 +285,8 @@ class Chunks:
         settings, wide = dict(SETTINGS[name]), self.q.dtype != torch.bfloat16 or INTERPRETING
         settings["BV"] = min(settings["BV"], block(v_size))
         settings["BK"] = min(settings.get("BK", block(k_size)), block(k_size))
+        if settings["BK"] < 64:  # beside 128 columns, ptxas 12.8 reads a register that nothing has written
+            settings["BV"] = min(settings["BV"], 64)
         if wide and not INTERPRETING:  # float16, as tf32
             settings |= {"BV": min(settings["BV"], 64), "num_warps": 8}
         grid = (self.ranks.chunks * heads, parts(v_size, settings["BV"]) if split else 1)
