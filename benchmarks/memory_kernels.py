@@ -185,11 +185,12 @@ def triton_write(T: int) -> Call:
 def triton_call(T: int) -> Call:
     """The operator: the same, and what a call does once (a map of the slots, the clock), without a state to go on from."""
     given, v, gate, _, options = writing(T)
+    keys = given.keys[0]  # one tensor for all calls: what tells its table from others is summed once
     named = {"chunk_size": T, "scope": "batch", "lookahead": False, "top_k": options.top_k, "level": "triton"}
 
     def call(i: int) -> Tensor:
         with torch.no_grad(), discarding_states():
-            return fwpkm(given.queries[i], v, gate, given.keys[0], given.table, **named)[0]
+            return fwpkm(given.queries[i], v, gate, keys, given.table, **named)[0]
 
     return call
 

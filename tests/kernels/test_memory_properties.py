@@ -453,6 +453,16 @@ def test_a_state_is_not_written_by_the_call_that_takes_it(op: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(kept, state, strict=True))
 
 
+def test_calls_of_fwmlp_without_a_mask_never_ask_the_device_what_is_pending(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph can hold them, the first one too."""
+    tokens, weights = draw("fwmlp", 2, 18)
+    whole, end = call("fwmlp", tokens, weights)
+    monkeypatch.setattr(Tensor, "tolist", lambda x: 1 / 0)
+    o, state = call("fwmlp", part(tokens, slice(None), slice(0, 7)), weights)
+    more, state = call("fwmlp", part(tokens, slice(None), slice(7, 18)), weights, state=state)
+    assert error(torch.cat([o, more], 1), whole) < 1e-12 and same(state, end, weights)
+
+
 @OPS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bit_inputs_are_computed_in_float32(op: str, dtype: torch.dtype) -> None:

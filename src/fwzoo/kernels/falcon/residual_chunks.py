@@ -283,10 +283,9 @@ class Chunks:
         """Run a kernel over chunks and heads, and (split) blocks of columns, with what it takes of the inputs, tables and options."""
         heads, (k_size, v_size) = self.q.shape[2], (self.k.shape[3], self.v.shape[3])
         settings, wide = dict(SETTINGS[name]), self.q.dtype != torch.bfloat16 or INTERPRETING
-        settings["BV"] = min(settings["BV"], block(v_size))
-        settings["BK"] = min(settings.get("BK", block(k_size)), block(k_size))
-        if settings["BK"] < 64:  # beside 128 columns, ptxas 12.8 reads a register that nothing has written
-            settings["BV"] = min(settings["BV"], 64)
+        # of products with fewer than 64 columns ptxas 12.8 makes code that reads a register which nothing has written
+        settings["BV"] = min(settings["BV"], block(v_size) if name == "gains" else max(64, block(v_size)))
+        settings.setdefault("BK", block(k_size))
         if wide and not INTERPRETING:  # float16, as tf32
             settings |= {"BV": min(settings["BV"], 64), "num_warps": 8}
         grid = (self.ranks.chunks * heads, parts(v_size, settings["BV"]) if split else 1)

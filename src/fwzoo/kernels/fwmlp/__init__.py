@@ -94,7 +94,10 @@ def fwmlp(
     bounds, sequences = contract.check_documents(mask, cu_seqlens, q)
     dtype = contract.compute_dtype(q.dtype)
     empty = empty_state(sequences, q, v, weights, options, dtype)
-    state = empty if state is None else FwmlpState(*(x.detach() for x in contract.check_state(state, empty)))
+    if state is None:
+        state = empty
+    else:  # tensors that need no change as they are: of count, it is known what it holds
+        state = FwmlpState(*(x.detach() if x.requires_grad else x for x in contract.check_state(state, empty)))
     check_finite(mask, q=q, v=v)
     run = FWMLP.resolve(level, q.shape[1])
     if q.is_meta:  # no values to count real tokens by: shapes only
