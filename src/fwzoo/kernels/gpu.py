@@ -12,6 +12,7 @@ import functools
 import operator
 import re
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 from triton import knobs
 
+from .ahead import LOCK, REHEARSALS, ahead, compile_call
 from .contract import INTERPRETING
 from .plans import note_launch
 from .ranks import CHUNK, Ranks
@@ -105,7 +107,7 @@ def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> Any:
     """`kernel[grid](**arguments)`, but what was compiled is found and started by fewer steps: Triton's own take 50 microseconds.
 
     The first argument is a tensor, on the current device. Arguments that the kernel has no parameter for are left out, but for
-    num_warps, num_stages and maxnreg. Returns what was compiled, nothing under the interpreter.
+    num_warps, num_stages and maxnreg. Returns what was compiled, nothing under the interpreter and in a rehearsal (see `ahead.py`).
     """
     options: dict[str, Any] = {name: arguments[name] for name in OPTIONS if name in arguments}
     if INTERPRETING:
@@ -117,20 +119,30 @@ def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> Any:
     parameters = _PARAMETERS.get(id(kernel))
     if parameters is None:
         parameters = _PARAMETERS[id(kernel)] = _parameters(kernel)
+    rehearsal = REHEARSALS.get(get_ident()) if REHEARSALS else None
+    address_of = Tensor.data_ptr if rehearsal is None else rehearsal.address
     given: list[Any] = list(map(arguments.get, parameters.names))
     device, addresses, key = given[0].get_device(), given.copy(), [id(kernel), *options.values()]
     for (place, specialised), x in zip(parameters.places, parameters.others(given), strict=True):
         if isinstance(x, Tensor):
-            addresses[place] = address = x.data_ptr()
+            addresses[place] = address = address_of(x)
             key += x.dtype, address & 15
         elif specialised or x is None:
             key.append(x)
         elif isinstance(x, int):
             key.append(-(2**31) <= x < 2**31)
     whole_key = (device, parameters.constants(given), *key)
+    if rehearsal is not None:
+        rehearsal.note(whole_key, kernel, given, addresses, options)
+        return None
     compiled = _COMPILED.get(whole_key)
-    if compiled is None or knobs.runtime.launch_enter_hook.calls:
-        compiled = _COMPILED[whole_key] = kernel[grid](*given, **options)
+    if compiled is None:
+        with LOCK:
+            if whole_key not in _COMPILED:
+                compile_call(_COMPILED)
+            compiled = _COMPILED[whole_key] = kernel[grid](*given, **options)
+    elif knobs.runtime.launch_enter_hook.calls:
+        kernel[grid](*given, **options)
     else:
         x, y, z = (*grid, 1, 1)[:3]
         stream = torch._C._cuda_getCurrentRawStream(device)
@@ -176,6 +188,15 @@ def custom(
     _LIBRARIES.pop(f"{space}::{name}", None)  # an operator lives as long as its library; a module may be loaded again
     library = _LIBRARIES[f"{space}::{name}"] = torch.library.Library(space, "FRAGMENT")
 
+    def both(*arguments: Any) -> None:
+        results = forward(*arguments)
+        grads = [torch.empty_like(x) for x in results[:outputs]]
+        backward(*grads, *arguments, *results)
+        if not materialize:  # often nobody wants a gradient through the state
+            backward(grads[0], *[None] * (outputs - 1), *arguments, *results)
+
+    trained, forward, backward = ahead(forward, both), ahead(forward), ahead(backward)
+
     def define(own: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
         library.define(own + torch.library.infer_schema(function, mutates_args=()), tags=torch.Tag.pt2_compliant_tag)
         for device in ("CUDA", "CPU"):  # on a CPU under the interpreter
@@ -208,7 +229,7 @@ def custom(
 
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> Any:
-            results = forward(*arguments)
+            results = trained(*arguments)
             keep(ctx, arguments, results)
             ctx.mark_non_differentiable(*results[outputs:])
             return results
@@ -468,12 +489,18 @@ class Prepared:
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], varying: Sequence[str], **arguments: Any) -> None:
         self._kernel, self._grid, self._varying, self._arguments = kernel, grid, varying, arguments
-        self._given = [x.data_ptr() if isinstance(x := arguments.get(name), Tensor) else x for name in kernel.arg_names]
+        self._rehearsed = get_ident() in REHEARSALS
+        self._given = [] if self._rehearsed else [
+            x.data_ptr() if isinstance(x := arguments.get(name), Tensor) else x for name in kernel.arg_names
+        ]  # fmt: skip
         self._at = [kernel.arg_names.index(name) for name in varying]
         self._compiled: dict[tuple[int, ...], Any] = {}
 
     def __call__(self, *values: Any) -> None:
         """Launch it; values: of the varying arguments."""
+        if self._rehearsed:
+            launch(self._kernel, self._grid, **self._arguments, **dict(zip(self._varying, values, strict=True)))
+            return
         given = self._given.copy()
         key = []
         for at, x in zip(self._at, values, strict=True):

@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 
+from .ahead import REHEARSALS
+
 MOST = 512  # plans that are kept; then all are made anew
 ALIGNED = 512  # bytes, as torch's own allocations
 ALLOCATES = ("aten::empty", "aten::new_empty")  # and empty_like, empty_strided, ...
@@ -129,6 +131,8 @@ def planned(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*arguments: Any) -> Any:
+        if REHEARSALS and threading.get_ident() in REHEARSALS:
+            return function(*arguments)
         addresses: list[int] = []
         key: list[Any] = [function]
         for x in arguments:

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .contract import INTERPRETING
 from .gpu import launch_in_order, on_device
@@ -433,7 +434,8 @@ def _pairs(top_k: int, device: torch.device) -> Tensor:
     """The same as a + 256 b; -1 behind them."""
     pairs = [a + 256 * b for a, b in _pair_places(top_k)]
     padded = pairs + [-1] * (max(16, triton.next_power_of_2(len(pairs))) - len(pairs))
-    return torch.tensor(padded, dtype=torch.int32, device=device)
+    with _disable_current_modes():  # kept: never a fake one
+        return torch.tensor(padded, dtype=torch.int32, device=device)
 
 
 def search(q: Tensor, keys: Tensor, top_k: int, score: str, eps: float) -> Found:
@@ -576,21 +578,14 @@ def read(
     groups, tokens, heads, top_k = slots.shape
     out = weights.new_empty(groups, tokens, table.shape[1], dtype=out_dtype)
     with on_device(weights):
-        _read[(groups * tokens,)](
-            slots,
-            weights,
-            table,
-            rows,
-            place,
-            kept,
-            out,
-            tokens,
-            table.shape[0],
-            E=heads * top_k,
-            **_row_options(heads * top_k, table),
-            PLACED=place is not None,
-            KEEP=kept is not None,
-            num_warps=4,
+        launch_in_order(
+            _read,
+            (groups * tokens,),
+            (slots, weights, table, rows, place, kept, out, tokens, table.shape[0]),
+            {
+                **{"E": heads * top_k, "PLACED": place is not None, "KEEP": kept is not None, "num_warps": 4},
+                **_row_options(heads * top_k, table),
+            },
         )
     return out
 
