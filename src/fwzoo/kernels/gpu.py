@@ -270,6 +270,27 @@ def dot(a, b):
 
 
 @triton.jit
+def decayed_by(x):
+    """exp(x) of float32, 0 where that is below 1e-38: Triton's own keeps such numbers, with three instructions more."""
+    if INTERPRET:
+        return tl.exp(x)
+    else:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * 1.4426950408889634], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def split_dot(a, b):
+    """a @ b of float32 and any dtype, accumulated in float32, a to 16 digits or more: for bfloat16, as two products of its halves."""
+    if b.dtype == tl.bfloat16:
+        high = a.to(tl.bfloat16)
+        return tl.dot(high, b, tl.dot((a - high.to(tl.float32)).to(tl.bfloat16), b))
+    else:
+        return dot(a, b)
+
+
+@triton.jit
 def of_chunk(c, docs, chunk_doc, T, NC, PLAIN: tl.constexpr):
     """Document, its first row, its number of real tokens, and which of its chunks `c` is. NC: chunks of a plain document."""
     if PLAIN:

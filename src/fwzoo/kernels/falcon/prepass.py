@@ -15,7 +15,19 @@ import triton.language as tl
 from torch import Tensor
 
 from ..associative import gradients_of_chunk, weigh
-from ..gpu import block, dot, key_pointers, launch, missing_pairs, of_chunk, on_device, read, row_of, slots_of, tables
+from ..gpu import (
+    block,
+    key_pointers,
+    launch,
+    missing_pairs,
+    of_chunk,
+    on_device,
+    read,
+    row_of,
+    slots_of,
+    split_dot,
+    tables,
+)
 from ..ranks import BLOCK, CHUNK, Ranks, ranks_of
 from .eigenvalues import top_eigenvalues, window_products
 from .rules import RULES, FalconState, Options
@@ -301,20 +313,19 @@ def _energy_backward(
     p, ok = key_pointers(k, head_x, rows, n, start, length, h, r, H, K, W, SHIFT, MASKED)
     x = read(p[:, None] + d[None, :], ok[:, None] & column)
     if TOP:
+        behind = e[:, None] - e[None, :]
         factors = tl.zeros([C, C], tl.float32)
-        for shift in tl.static_range(2 * W - 1):
-            factor = tl.zeros([C], tl.float32)
-            for w in tl.static_range(W):
-                # the pair in slot r is number w of the window of rank r + w; the other one is in slot r + shift - (W - 1)
-                if (w + W - 1 - shift >= 0) and (w + W - 1 - shift < W):
-                    s = r + w
-                    ok = own & (s >= 0) & (s < length)
-                    at = (start + s) * H + h
-                    u = tl.load(vector + at * W + w, mask=ok, other=0.0)
-                    other = tl.load(vector + at * W + (w + W - 1 - shift), mask=ok, other=0.0)
-                    factor += u * other * tl.load(d_energy + at, mask=ok, other=0.0)
-            factors += tl.where(e[None, :] - e[:, None] == shift - (W - 1), factor[:, None], 0.0)
-        grad = dot(factors, x)
+        for w in tl.static_range(W):
+            # the pair in slot r is number w of the window of rank r + w, and the other one number w + behind
+            s, number = r + w, w + behind
+            ok = own & (s >= 0) & (s < length)
+            window = (start + s) * H + h
+            scale = tl.load(vector + window * W + w, mask=ok, other=0.0) * tl.load(
+                d_energy + window, mask=ok, other=0.0
+            )
+            ok = ok[:, None] & (number >= 0) & (number < W)
+            factors += scale[:, None] * tl.load(vector + window[:, None] * W + number, mask=ok, other=0.0)
+        grad = split_dot(factors, x)
     else:
         factor = tl.zeros([C], tl.float32)
         for w in tl.static_range(W):

@@ -1,8 +1,7 @@
-"""falcon2 chunk by chunk, for 16-bit inputs: its reads and its gradient, once `residuals.py` has the residuals and the states at all borders.
+"""falcon2's gradient chunk by chunk, for 16-bit inputs, once `residuals.py` has the residuals and the states at all borders.
 
 With log-decay prefix u_tv of column v from the chunk's start, b = eta * r, S_0 before the chunk and L_C, the gradient of the state behind it,
 
-    o_tv   = exp(u_tv) (S_0^T q_t)_v + sum_{j <= t} (q_t . x_j) exp(u_tv - u_jv) b_jv
     d_q_t  = S_0 (exp(u_t) d_o_t) + sum_{j <= t} P_tj x_j                                P_tj = sum_v d_o_tv exp(u_tv - u_jv) b_jv
     d_x_t  = L_C (exp(u_C - u_t) b_t) + sum_{i >= t} P_it q_i - S_0 (exp(u_{t-1}) d_r_t) - sum_{j < t} R_tj x_j - sum_{i > t} R_it x_i
 
@@ -24,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..contract import INTERPRETING
-from ..gpu import block, key_pointers, launch, of_chunk, on_device, parts, read, row_of, tables
+from ..gpu import block, decayed_by, key_pointers, launch, of_chunk, on_device, parts, read, row_of, tables
 from ..ranks import CHUNK, Ranks
 from .columns import Columns, low_columns
 from .rescaled import LOW
@@ -90,7 +89,7 @@ def _within_8(u, at, dv, to, until, V: tl.constexpr, AFTER: tl.constexpr, C: tl.
     """Factors with which a row reads and is read about the middle of its 8 rows, and which row reads which."""
     e, there = tl.arange(0, C), _row_of_block(u, at, dv, 2, V, C)
     near = (e[:, None] >> 3 == e[None, :] >> 3) & (e[:, None] - e[None, :] >= (0 if AFTER else 1))
-    return tl.exp(until - there), tl.exp(there - to), near
+    return decayed_by(until - there), decayed_by(there - to), near
 
 
 @triton.jit
@@ -98,41 +97,8 @@ def _to_border(u, at, dv, to, until, level, V: tl.constexpr, C: tl.constexpr):
     """Decay between every row and the border in its block, whether it is behind it, and which row reads which."""
     e, there = tl.arange(0, C), _row_of_block(u, at, dv, level, V, C)
     right = ((e >> level) & 1 == 1)[:, None]
-    factor = tl.exp(tl.minimum(tl.where(right, until - there, there - to), 0.0))
+    factor = decayed_by(tl.minimum(tl.where(right, until - there, there - to), 0.0))
     return factor, right, (e[:, None] > e[None, :]) & ((e[:, None] ^ e[None, :]) >> level == 1)
-
-
-@triton.jit(do_not_specialize=["T", "NC", "H"])
-def read_kernel(
-    q, k, head_x, r, beta, strength, u, borders, o, docs, chunk_doc, rows, T, NC, H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, SHIFT: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr,
-    WORK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Outputs of a chunk."""
-    index, n, h, start, length, _i, rank, token, row = _tokens(docs, chunk_doc, rows, T, NC, H, PLAIN, MASKED, C)
-    e, dk, dv = tl.arange(0, C), tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
-    at, in_k, in_v = index * C, (dk < K)[None, :], (dv < V)[None, :]
-    xp, xok = key_pointers(k, head_x, rows, n, start, length, h, rank, H, K, 1, SHIFT, MASKED)
-    x = read(xp[:, None] + dk[None, :], xok[:, None] & in_k).to(WORK)
-    query = read(q + row[:, None] * K + dk[None, :], token[:, None] & in_k).to(WORK)
-    S = read(borders + (index * K + dk)[:, None] * V + dv[None, :], (dk < K)[:, None] & in_v).to(WORK)
-    scores = tl.dot(query, tl.trans(x), input_precision=PRECISION)
-    out = tl.dot(query, S, input_precision=PRECISION)
-    to, until = _prefixes(u, at, dv, V, AFTER, C)
-    here, where = row[:, None] * V + dv[None, :], token[:, None] & in_v
-    b = (
-        read(beta + here, where).to(tl.float32)
-        * tl.load(strength + at + e)[:, None]
-        * read(r + here, where).to(tl.float32)
-    )
-    out *= tl.exp(until)
-    reading, writing, near = _within_8(u, at, dv, to, until, V, AFTER, C)
-    out += reading * tl.dot(tl.where(near, scores, 0.0).to(WORK), (writing * b).to(WORK), input_precision=PRECISION)
-    for level in range(3, LEVELS):
-        factor, right, crossed = _to_border(u, at, dv, to, until, level, V, C)
-        more = tl.dot(tl.where(crossed, scores, 0.0).to(WORK), (factor * b).to(WORK), input_precision=PRECISION)
-        out += tl.where(right, factor * more, 0.0)
-    tl.store(o + here, out.to(o.dtype.element_ty), mask=where)
 
 
 @triton.jit(do_not_specialize=["T", "NC", "H"])
@@ -155,10 +121,10 @@ def scores_kernel(
         if GAIN:
             ask *= eta
         out, in_v = (at + e)[:, None] * V + dv[None, :], (e >= 0)[:, None] & (dv < V)[None, :]
-        tl.store(decayed + out, (ask * tl.exp(until)).to(decayed.dtype.element_ty), mask=in_v)
+        tl.store(decayed + out, (ask * decayed_by(until)).to(decayed.dtype.element_ty), mask=in_v)
         if not GAIN:
             end = tl.load(u + (at + C - 1) * V + dv, mask=dv < V, other=0.0)[None, :]
-            tl.store(leaving + out, (b * tl.exp(end - to)).to(leaving.dtype.element_ty), mask=in_v)
+            tl.store(leaving + out, (b * decayed_by(end - to)).to(leaving.dtype.element_ty), mask=in_v)
         reading, writing, near = _within_8(u, at, dv, to, until, V, AFTER, C)
         more = tl.dot((reading * ask).to(WORK), tl.trans((writing * b).to(WORK)), input_precision=PRECISION)
         found += tl.where(near, more, 0.0)
@@ -258,7 +224,6 @@ def prefixes(beta: Tensor, found: Tensor, ranks: Ranks, options: Options, exact:
 
 
 SETTINGS: dict[str, dict[str, int]] = {
-    "read": {"BV": 64, "num_warps": 4, "num_stages": 1},
     "scores": {"BV": 64, "num_warps": 4, "num_stages": 1},
     "products": {"BK": 64, "BV": 128, "num_warps": 4, "num_stages": 1},
     "gains": {"BV": 64, "num_warps": 4, "num_stages": 1},
@@ -312,13 +277,6 @@ class Chunks:
             "PRECISION": "ieee" if INTERPRETING else "tf32",
         }
         launch(kernel, grid, **{**given, **settings, **arguments})
-
-    def read(self, r: Tensor, borders: Tensor) -> Tensor:
-        """Outputs."""
-        o = self.ranks.new_like(self.v)
-        with on_device(self.q):
-            self._launch("read", read_kernel, r=r, borders=borders, o=o)
-        return o
 
     def backward(
         self,

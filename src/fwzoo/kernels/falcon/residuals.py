@@ -1,16 +1,17 @@
-"""falcon2 on a GPU: a run over blocks of 16 tokens finds the residuals and the states before all chunks, which then read side by side.
+"""falcon2 on a GPU: a run over blocks of 16 tokens finds outputs, residuals and the states before all chunks.
 
     r_t = v_t - S_{t-1}^T x_t        S_t = S_{t-1} diag(gamma_t) + x_t (eta_t * r_t)^T
 
-Every column has its own triangular system and its own transition of the state, so nothing shorter than the run exists. It has a
-program of one warp for 16 columns; S^T lies in its registers, and all work is in matrix products. About the middle of every 8
-rows, with log-decay prefix u, R_t = exp(u_t - u_m) and z_t = eta_t r_t / R_t, the systems of all columns have one matrix:
+Every column has its own triangular system and its own transition of the state, so nothing shorter than the run exists. It has a program of
+one warp for 16 columns, and S^T lies in its registers. A block is four fours of tokens. A thread has all tokens of a four for its columns, and solves
+them one after the other: with S before the four, and D_ij the product of the decays behind token i and before token j,
 
-    z_t = eta_t v_t / R_t - (eta_t / gamma_t) * (exp(u_m - u_0) S_0^T x_t + sum_{j < t} (x_j . x_t) z_j)
+    r_t = v_t - D_t S^T x_t - sum_{j < t, in the four} D_jt (x_j . x_t) eta_j r_j
 
-so that 4 products with the Gram matrix solve them, each making two rows more right. (4 decays of 1e-4 make 1 / R at most 1e16.) From one half
-of a block to the other there is a factor for every column. Backward is the same run from the end: with L the gradient of the
-state through later reads and residuals,
+What a four has written, decayed to its end, goes to the tokens behind it in one product with the Gram matrix, decayed from there to the beginnings
+of their fours. All factors are products of decays, but for what outputs read of their own four: there is one product for all of it, with decays until
+a token reads and the inverses of those until others have written (4 decays of 1e-4, at most 1e16). Backward is the same run from the
+end: with L the gradient of the state through later reads and residuals,
 
     L_t += q_t d_o_t^T        d_z_t = L_t^T x_t        L_{t-1} = L_t diag(gamma_t) - x_t (eta_t * d_z_t)^T
 
@@ -18,6 +19,8 @@ Everything else is done chunk by chunk from the borders of both runs: in `residu
 falcon2a (`columns.py`), for what residuals write is falcon2a's with them for values, and reads S_{t-1}^T x_t are falcon2a's reading
 before it writes, with x for queries.
 """
+# mypy: disable-error-code="assignment, misc"
+# (in a kernel, a tuple grows)
 
 from __future__ import annotations
 
@@ -31,6 +34,7 @@ from torch import Tensor
 
 from ..contract import INTERPRETING
 from ..gpu import (
+    INTERPRET,
     block,
     custom,
     key_pointers,
@@ -51,133 +55,259 @@ from .rules import Options
 
 
 @triton.jit
-def _two_rows(z, pair, BV: tl.constexpr, N: tl.constexpr):
-    """z with every second row made right, given that the row before it is."""
-    z = tl.reshape(z, [BV, N // 2, 2])
-    first = tl.sum(tl.where((tl.arange(0, 2) == 0)[None, None, :], z, 0.0), 2)
-    return tl.reshape(z - pair * tl.expand_dims(first, 2), [BV, N])
+def _places(N: tl.constexpr):
+    """Of every column of a tile of N tokens, its place in the order of the run: a thread that holds columns 2 l, 2 l + 1, N / 2 + 2 l and
+    N / 2 + 2 l + 1 of a product, as the tensor cores give it, has places 4 l to 4 l + 3."""
+    column = tl.arange(0, N)
+    return column % (N // 2) // 2 * 4 + column // (N // 2) * 2 + column % 2
 
 
-@triton.jit(do_not_specialize=["T", "NC", "H"])
-def run_kernel(
-    k, head_x, q, given, beta, strength, u, S_in, S_out, out, reads, borders, docs, rows, T, NC,
-    H, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SHIFT: tl.constexpr, AFTER: tl.constexpr,
-    BACK: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr, N: tl.constexpr, WORK: tl.constexpr, PRECISION: tl.constexpr,
+@triton.jit
+def _fours(tile, BV: tl.constexpr, N: tl.constexpr):
+    """`[BV, N]` as a tuple of four `[BV, N / 4]`: of every four places the first, ..., the last."""
+    even, odd = tl.split(tl.reshape(tile, [BV, 2, N // 4, 2]))
+    first, third = tl.split(tl.permute(even, (0, 2, 1)))
+    second, fourth = tl.split(tl.permute(odd, (0, 2, 1)))
+    return first, second, third, fourth
+
+
+@triton.jit
+def _tile(fours, BV: tl.constexpr, N: tl.constexpr):
+    """The inverse of `_fours`."""
+    even, odd = tl.permute(tl.join(fours[0], fours[2]), (0, 2, 1)), tl.permute(tl.join(fours[1], fours[3]), (0, 2, 1))
+    tile = tl.reshape(tl.join(even, odd), [BV, N])
+    if INTERPRET:
+        return tile
+    else:  # Triton looks for how wide an operand's numbers are, and takes them for half of that behind a join: its search ends here
+        return tl.inline_asm_elementwise("mov.f32 $0, $1;", "=f,f", [tile], dtype=tl.float32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _times(fours, factors):
+    found = ()
+    for i in tl.static_range(4):
+        found = found + (fours[i] * factors[i],)
+    return found
+
+
+@triton.jit
+def _plus(fours, others):
+    found = ()
+    for i in tl.static_range(4):
+        found = found + (fours[i] + others[i],)
+    return found
+
+
+@triton.jit
+def _all_times(fours, factor):
+    return fours[0] * factor, fours[1] * factor, fours[2] * factor, fours[3] * factor
+
+
+@triton.jit
+def _only(fours, mine):
+    found = ()
+    for i in tl.static_range(4):
+        found = found + (tl.where(mine, fours[i], 0.0),)
+    return found
+
+
+@triton.jit
+def _inverse(x):
+    """1 / x, of numbers that are neither very small nor very large."""
+    if INTERPRET:
+        return 1.0 / x
+    else:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _as_product(tile, BV: tl.constexpr, N: tl.constexpr):
+    """`tile`, which threads hold as they hold a product from now on."""
+    return tl.dot(tl.zeros([BV, N], tl.bfloat16), tl.zeros([N, N], tl.bfloat16), tile)
+
+
+@triton.jit
+def _gates_of_block(
+    strength, upto, upto_low, first, h, j, blocks, order, H: tl.constexpr, C: tl.constexpr, N: tl.constexpr
+):
+    """What `prepass.gates` has found for the tokens of a block."""
+    at = ((first + j // (C // N)) * H + h) * C + j % (C // N) * N + order
+    there = (order * 0 + j >= 0) & (order * 0 + j < blocks)
+    inverse, kept = tl.load(strength + at, mask=there, other=0.0), tl.load(upto + at, mask=there, other=1.0)
+    return inverse, kept, tl.load(upto_low + at, mask=there, other=0.0)
+
+
+@triton.jit
+def _keys_of_block(
+    k, head_x, rows, n, h, j, base, at, start, token, rank, dk, order, H: tl.constexpr, K: tl.constexpr, SHIFT: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Residuals of every token (`out`), S from S_in to S_out and before every chunk (borders). BACK, from the end: L, behind every chunk, and d_z.
+    """Keys of the pairs of a block's tokens, whose rows are `at` from `base` on. That of the document's first token is in its head."""
+    if MASKED:
+        at = tl.load(rows + start + rank - SHIFT, mask=token & (rank >= SHIFT), other=0) * H + SHIFT * H
+    keys = k + (base - SHIFT * H) * K
+    if SHIFT:
+        head = keys
+        if j == 0:
+            head = head_x + (n * H + h) * K
+            if MASKED:
+                at = tl.where(order == 0, 0, at)
+        keys = tl.where(order == 0, head, keys)[:, None]
+    return read(keys + (at[:, None] * K + dk[None, :]), token[:, None] & (dk < K)[None, :])
 
-    given: v (BACK: d_o). u: prefixes of log-decays. reads: S_{t-1}^T x_t, may be None.
+
+@triton.jit
+def _in_fours(gram, decay, near, BV: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr):
+    """What the keys of the second, third and fourth token of a four have of those before them, decayed between the two: a product with ones
+    gives them to every column."""
+    ones, begin = tl.full([BV, N], 1.0, gram.dtype), near[None, :] // 4 * 4
+    zero = tl.zeros_like(gram)
+    first = _fours(tl.dot(ones, tl.where(near[:, None] == begin, gram, zero), input_precision=PRECISION), BV, N)
+    second = _fours(tl.dot(ones, tl.where(near[:, None] == begin + 1, gram, zero), input_precision=PRECISION), BV, N)
+    third = _fours(tl.dot(ones, tl.where(near[:, None] == begin + 2, gram, zero), input_precision=PRECISION), BV, N)
+    return (
+        first[1],
+        (first[2] * decay[1], second[2]),
+        (first[3] * (decay[1] * decay[2]), second[3] * decay[2], third[3]),
+    )
+
+
+@triton.jit(do_not_specialize=["T", "NC"])
+def run_kernel(
+    k, head_x, q, given, beta, strength, upto, upto_low, S_in, S_out, out, reads, o, borders, docs, rows, decay_floor, T, NC,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SHIFT: tl.constexpr, AFTER: tl.constexpr,
+    DIVIDE: tl.constexpr, BACK: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr, N: tl.constexpr, WORK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Residuals (`out`) and outputs of every token, S from S_in to S_out and before every chunk (borders). BACK, from the end: L, behind every
+    chunk, and d_z.
+
+    given: v (BACK: d_o). reads: S_{t-1}^T x_t, may be None.
     """
     lane = tl.program_id(1).to(tl.int64)
     n, h = lane // H, lane % H
     first, start, length = n * NC, n * T, tl.zeros_like(n) + T
     if not PLAIN:
         start, length, first = tl.load(docs + 4 * n), tl.load(docs + 4 * n + 1), tl.load(docs + 4 * n + 2)
-    dk, dv, near = tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV), tl.arange(0, N)
+    dk, dv = tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
+    near, four = _places(N), tl.arange(0, N // 4)[None, :]
     in_k, in_v = (dk < K)[None, :], (dv < V)[:, None]
-    place = dk[None, :] * V + dv[:, None]
-    S = tl.load(S_in + lane * K * V + place, mask=in_k & in_v, other=0.0)
+    state = dk[None, :] * V + dv[:, None]
+    S = tl.load(S_in + lane * K * V + state, mask=in_k & in_v, other=0.0)
     blocks = tl.cdiv(length, N).to(tl.int32)
-    late = (near >= N // 2)[None, :]
-    same = (near[:, None] < N // 2) == (near[None, :] < N // 2)
+    order, begin, way = near, 0, 1
+    if BACK:
+        order, begin, way = N - 1 - near, blocks - 1, -1
+    one = tl.full([BV, N // 4], 1.0, tl.float32)
+    inverse, kept, pull = _gates_of_block(strength, upto, upto_low, first, h, begin, blocks, order, H, C, N)
     for step in range(0, blocks):
-        j, order = step, near
-        if BACK:
-            j, order = blocks - 1 - step, N - 1 - near
+        j = begin + way * step
+        following = _gates_of_block(strength, upto, upto_low, first, h, j + way, blocks, order, H, C, N)
         c, part = first + j // (C // N), j % (C // N)
         rank = j * N + order
-        token = rank < length
-        row = row_of(rows, start, rank, token, MASKED) * H + h
-        here, where = row[None, :] * V + dv[:, None], token[None, :] & in_v
-        value, eta = read(given + here, where).to(tl.float32), read(beta + here, where).to(tl.float32)
-        # log-decay until and behind every token, before and behind the block, and in the middle of its halves
-        at = (c * H + h) * C + part * N
-        there, begins = u + at * V + (order[None, :] * V + dv[:, None]), u + (at - 1) * V + dv
-        behind = tl.load(there, mask=in_v & (near >= 0)[None, :], other=0.0)
-        until = tl.load(there - V, mask=in_v & (part * N + order > 0)[None, :], other=0.0)
-        origin = tl.load(begins, mask=(dv * 0 + part > 0) & (dv < V), other=0.0)
-        middle = tl.load(begins + N // 4 * V, mask=dv < V, other=0.0)
-        second = tl.load(begins + 3 * N // 4 * V, mask=dv < V, other=0.0)
-        last = tl.load(begins + N * V, mask=dv < V, other=0.0)
-        eta *= tl.load(strength + at + order)[None, :]
-        xp, xok = key_pointers(k, head_x, rows, n, start, length, h, rank, H, K, 1, SHIFT, MASKED)
-        x = read(xp[:, None] + dk[None, :], xok[:, None] & in_k).to(WORK)
-        if BACK:
-            query = read(q + row[:, None] * K + dk[None, :], token[:, None] & in_k).to(WORK)
-            until, behind = -behind, -until
-            origin, last, middle, second = -last, -origin, -second, -middle
+        token, base, at = rank < length, (start + j * N) * H + h, order * H
+        if MASKED:
+            base, at = h, tl.load(rows + start + rank, mask=token, other=0) * H
+        here, where = base * V + (at[:, None] * V + dv[None, :]), token[:, None] & (dv < V)[None, :]
+        value, gain = read(given + here, where).to(tl.float32), read(beta + here, where).to(tl.float32)
+        raw = (kept[:, None] + (1.0 - gain) * pull[:, None]) if DIVIDE else (1.0 - gain * pull[:, None])
+        x = _keys_of_block(k, head_x, rows, n, h, j, base, at, start, token, rank, dk, order, H, K, SHIFT, MASKED)
+        query = read(q + base * K + (at[:, None] * K + dk[None, :]), token[:, None] & in_k).to(WORK)
+        x = x.to(WORK)
         # the state at a chunk's border
         edge = part == 0
         if BACK:
             edge = (part == C // N - 1) | (step == 0)
         if edge:
-            tl.store(borders + (c * H + h) * K * V + place, S.to(borders.dtype.element_ty), mask=in_k & in_v)
-        centre = tl.where(late, second[:, None], middle[:, None])
-        grown, shrunk = (
-            tl.exp((centre - behind).to(tl.float32)),
-            tl.exp((until - centre).to(tl.float32)),
-        )  # 1 / R_t, R_{t-1}
-        into, across, leaves = (
-            tl.exp((middle - origin).to(tl.float32)),
-            tl.exp((second - middle).to(tl.float32)),
-            tl.exp((last - second).to(tl.float32)),
-        )
-        coefficient = eta * shrunk * grown
-        gram = tl.dot(x, tl.trans(x), input_precision=PRECISION)
-        gram = tl.where(near[:, None] < near[None, :], gram, 0.0).to(WORK)
-        seen = tl.dot(S.to(WORK), tl.trans(x), input_precision=PRECISION)
-        seen *= tl.where(late, (into * across)[:, None], into[:, None])
-        wanted = tl.zeros([BV, N], tl.float32)
-        crossing = tl.zeros([BV, N], tl.float32)
+            tl.store(borders + (c * H + h) * K * V + state, S.to(borders.dtype.element_ty), mask=in_k & in_v)
+        # decays of a four until each of its tokens and until its end, and behind each; of the block until and behind every four
+        decay = _fours(_as_product(tl.trans(tl.maximum(raw, decay_floor)), BV, N), BV, N)
+        eta, values = _fours(tl.trans(gain * inverse[:, None]), BV, N), _fours(tl.trans(value), BV, N)
+        after = (decay[1] * (decay[2] * decay[3]), decay[2] * decay[3], decay[3], one)
+        until = (one, decay[0], decay[0] * decay[1], decay[0] * decay[1] * decay[2])
+        through = until[3] * decay[3]
+        until = until + (through,)
+        g0 = tl.sum(tl.where(four == 0, through, 0.0), 1)[:, None]
+        g1 = tl.sum(tl.where(four == 1, through, 0.0), 1)[:, None]
+        g2 = tl.sum(tl.where(four == 2, through, 0.0), 1)[:, None]
+        g3 = tl.sum(tl.where(four == 3, through, 0.0), 1)[:, None]
+        before = tl.where(four == 0, 1.0, tl.where(four == 1, g0, tl.where(four == 2, g0 * g1, g0 * g1 * g2)))
+        behind = tl.where(four == 0, g1 * g2 * g3, tl.where(four == 1, g2 * g3, tl.where(four == 2, g3, 1.0)))
+        # what keys and queries read of the state before the block, and what queries ask of keys
+        gram = tl.trans(tl.dot(x, tl.trans(x), input_precision=PRECISION)).to(WORK)
+        narrow = S.to(WORK)
+        found = _fours(tl.dot(narrow, tl.trans(x), input_precision=PRECISION), BV, N)
+        found = _times(found, _all_times(until, before))
+        S *= g0 * g1 * g2 * g3
+        within = near[:, None] // 4 == near[None, :] // 4
+        within = within & ((near[:, None] <= near[None, :]) if AFTER else (near[:, None] < near[None, :]))
         if BACK:
-            scores = tl.dot(query, tl.trans(x), input_precision=PRECISION)
-            if AFTER:
-                scores = tl.where(near[:, None] <= near[None, :], scores, 0.0).to(WORK)
-                value *= tl.exp((centre - until).to(tl.float32))
-            else:
-                scores = tl.where(near[:, None] < near[None, :], scores, 0.0).to(WORK)
-                value *= grown
-            crossing = tl.dot(
-                tl.where(late, 0.0, value).to(WORK),
-                tl.where(same, 0.0, scores).to(WORK),
-                crossing,
-                input_precision=PRECISION,
-            )
-            seen = tl.dot(value.to(WORK), tl.where(same, scores, 0.0).to(WORK), seen, input_precision=PRECISION)
+            scores = tl.trans(tl.dot(x, tl.trans(query), input_precision=PRECISION)).to(WORK)
         else:
-            wanted = eta * grown * value
-        # of every second row, what the row before it lets it read
-        pair = tl.sum(tl.where(near[:, None] + 1 == near[None, :], gram.to(tl.float32), 0.0), 0)[None, :]
-        pair = tl.reshape(tl.where((near % 2 == 1)[None, :], coefficient * pair, 0.0), [BV, N // 2, 2])
-        apart = near[:, None] // 2 != near[None, :] // 2
-        within = tl.where(same & apart, gram, 0.0).to(WORK)
-        # two rows of each half at a time: what is right stays so
-        z = _two_rows(wanted - coefficient * seen, pair, BV, N)
-        for _ in tl.static_range(N // 4 - 1):
-            z = _two_rows(
-                wanted - coefficient * tl.dot(z.to(WORK), within, seen, input_precision=PRECISION), pair, BV, N
-            )
-        crossing = tl.dot(
-            tl.where(late, 0.0, z).to(WORK), tl.where(same, 0.0, gram).to(WORK), crossing, input_precision=PRECISION
-        )
-        seen += crossing * across[:, None]
-        for _ in tl.static_range(N // 4):
-            z = _two_rows(
-                wanted - coefficient * tl.dot(z.to(WORK), within, seen, input_precision=PRECISION), pair, BV, N
-            )
-        found = tl.dot(z.to(WORK), tl.where(same, gram, 0.0).to(WORK), seen, input_precision=PRECISION)
-        found *= shrunk
-        to_end = tl.where(late, leaves[:, None], (across * leaves)[:, None])
-        S *= (into * across * leaves)[:, None]
-        S = tl.dot((z * to_end).to(WORK), x, S, input_precision=PRECISION)
+            scores = tl.trans(tl.dot(query, tl.trans(x), input_precision=PRECISION)).to(WORK)
+        own = tl.where(within, scores, tl.zeros_like(scores))
+        reach = (until[1], until[2], until[3], until[4]) if AFTER else (until[0], until[1], until[2], until[3])
+        undone = _inverse(until[1]), _inverse(until[2]), _inverse(until[3]), _inverse(until[4])
+        output = found
         if BACK:
-            S = tl.dot((value * to_end).to(WORK), query, S, input_precision=PRECISION)
-            tl.store(out + here, found.to(out.dtype.element_ty), mask=where)
+            asks = (
+                (values[0], values[1] * undone[0], values[2] * undone[1], values[3] * undone[2])
+                if AFTER
+                else _times(values, undone)
+            )
+            more = _fours(tl.dot(_tile(asks, BV, N).to(WORK), own, input_precision=PRECISION), BV, N)
+            found = _plus(found, _times(until, more))
+            values = _times(_times(values, decay), after) if AFTER else _times(values, after)
+            leaving = _tile(_all_times(values, behind), BV, N).to(WORK)
+            S = tl.dot(leaving, query, S, input_precision=PRECISION)
         else:
-            tl.store(out + here, (value - found).to(out.dtype.element_ty), mask=where)
+            output = _fours(tl.dot(narrow, tl.trans(query), input_precision=PRECISION), BV, N)
+            output = _times(output, _all_times(reach, before))
+        # one four after the other: what its tokens read (seen) and write
+        pairs = _in_fours(gram, decay, near, BV, N, PRECISION)
+        seen, written = found, found
+        for turn in tl.static_range(N // 4):
+            w0 = -eta[0] * found[0] if BACK else eta[0] * (values[0] - found[0])
+            f1 = found[1] + pairs[0] * w0
+            w1 = -eta[1] * f1 if BACK else eta[1] * (values[1] - f1)
+            f2 = found[2] + pairs[1][0] * w0 + pairs[1][1] * w1
+            w2 = -eta[2] * f2 if BACK else eta[2] * (values[2] - f2)
+            f3 = found[3] + pairs[2][0] * w0 + pairs[2][1] * w1 + pairs[2][2] * w2
+            w3 = -eta[3] * f3 if BACK else eta[3] * (values[3] - f3)
+            seen, written = (found[0], f1, f2, f3), (w0, w1, w2, w3)
+            if turn < N // 4 - 1:
+                mine = four == turn
+                told = _tile(_times(written, _only(after, mine)), BV, N).to(WORK)
+                # decay from the end of this four to the beginnings of those behind it
+                to = tl.where(four > turn, one, 0.0)
+                if turn == 0:
+                    to = tl.where(four == 2, g1, tl.where(four == 3, g1 * g2, to))
+                if turn == 1:
+                    to = tl.where(four == 3, g2, to)
+                more = tl.zeros([BV, N], tl.float32)
+                if BACK:
+                    asks = _tile(_only(values, mine), BV, N)
+                    more = tl.dot(asks.to(WORK), scores, more, input_precision=PRECISION)
+                else:
+                    asked = _fours(tl.dot(told, scores, input_precision=PRECISION), BV, N)
+                    output = _plus(output, _times(_all_times(reach, to), asked))
+                more = _fours(tl.dot(told, gram, more, input_precision=PRECISION), BV, N)
+                found = _plus(found, _times(_all_times(until, to), more))
+        leaving = _tile(_times(written, _all_times(after, behind)), BV, N).to(WORK)
+        S = tl.dot(leaving, x, S, input_precision=PRECISION)
+        if BACK:
+            tl.store(out + here, tl.trans(_tile(seen, BV, N).to(out.dtype.element_ty)), mask=where)
+        else:
+            asks = _tile(_times(written, undone), BV, N).to(WORK)
+            output = _plus(output, _times(reach, _fours(tl.dot(asks, own, input_precision=PRECISION), BV, N)))
+            tl.store(o + here, tl.trans(_tile(output, BV, N).to(o.dtype.element_ty)), mask=where)
+            left = _tile((values[0] - seen[0], values[1] - seen[1], values[2] - seen[2], values[3] - seen[3]), BV, N)
+            tl.store(out + here, tl.trans(left.to(out.dtype.element_ty)), mask=where)
             if reads is not None:
-                tl.store(reads + here, found.to(reads.dtype.element_ty), mask=where)
-    tl.store(S_out + lane * K * V + place, S, mask=in_k & in_v)
+                tl.store(reads + here, tl.trans(_tile(seen, BV, N).to(reads.dtype.element_ty)), mask=where)
+        inverse, kept, pull = following
+    tl.store(S_out + lane * K * V + state, S, mask=in_k & in_v)
 
 
 @triton.jit(do_not_specialize=["T", "NC", "H"])
@@ -200,7 +330,7 @@ def pair_kernel(
         tl.store(by_token, x.to(pairs.dtype.element_ty), mask=where)
 
 
-WARPS, STAGES = 2, 3
+WARPS, STAGES = 1, 3
 
 
 def _some(x: Tensor, ranks: Ranks, *size: int) -> Tensor:
@@ -209,10 +339,10 @@ def _some(x: Tensor, ranks: Ranks, *size: int) -> Tensor:
 
 
 def _run(
-    k: Tensor, head_x: Tensor, q: Tensor, given: Tensor, beta: Tensor, strength: Tensor, u: Tensor, S: Tensor, ranks: Ranks,
-    options: Options, back: bool, reads: Tensor | None = None,
+    k: Tensor, head_x: Tensor, q: Tensor, given: Tensor, beta: Tensor, found: Tensor, S: Tensor, ranks: Ranks, options: Options,
+    back: bool, reads: Tensor | None = None, o: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Residuals (or d_z), new state (or gradient of the old one), and states at the borders, `[M, H, K, V]`."""
+    """Residuals (or d_z), new state (or gradient of the old one), and states at the borders, `[M, H, K, V]`. o: where outputs go."""
     (heads, k_size), v_size = k.shape[2:], given.shape[3]
     out = ranks.new_like(given)
     S_out, borders = torch.empty_like(S), _some(k, ranks, ranks.chunks, heads, k_size, v_size)
@@ -220,9 +350,9 @@ def _run(
     with on_device(k):
         launch(
             run_kernel, (parts(v_size, 16), ranks.documents * heads),
-            k=k, head_x=head_x, q=q, given=given, beta=beta, strength=strength, u=u, S_in=S, S_out=S_out, out=out, reads=reads,
-            borders=borders, **tables(ranks), H=heads, K=k_size, V=v_size, BK=block(k_size), BV=16, SHIFT=int(options.shifted),
-            AFTER=options.read_after_write, BACK=back, N=16,
+            k=k, head_x=head_x, q=q, given=given, beta=beta, strength=found[0], upto=found[1], upto_low=found[2], S_in=S, S_out=S_out,
+            out=out, reads=reads, o=o, borders=borders, **tables(ranks), decay_floor=options.decay_floor, H=heads, K=k_size, V=v_size,
+            BK=block(k_size), BV=16, SHIFT=int(options.shifted), AFTER=options.read_after_write, DIVIDE=options.step == "beta", BACK=back, N=16,
             WORK=tl.float32 if wide else tl.bfloat16,
             PRECISION="ieee" if INTERPRETING else "tf32x3" if k.dtype == torch.float32 else "tf32",
             num_warps=WARPS, num_stages=STAGES,
@@ -283,15 +413,9 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     ranks, options = unpack(docs, chunk_doc, segment_doc, rows, sizes, rule, flags, numbers)
     found, _vector = gates(k, head_x, beta, ridge, first, count, ranks, options)
-    exact = k.dtype == torch.float32
-    u, reads = prefixes(beta, found, ranks, options, exact), ranks.new_like(v) if exact else k.new_empty(0)
-    r, S, borders = _run(k, head_x, q, v, beta, found[0], u, S, ranks, options, False, reads if exact else None)
-    if exact:
-        o = ranks.new_like(v)
-        with on_device(k):
-            Columns(q, k, r, beta, head_x, head_v, first, found, ranks, options).values(borders, o)
-    else:
-        o = Chunks(q, k, v, beta, head_x, found, u, ranks, options).read(r, borders)
+    exact, o = k.dtype == torch.float32, ranks.new_like(v)
+    reads = ranks.new_like(v) if exact else k.new_empty(0)
+    r, S, borders = _run(k, head_x, q, v, beta, found, S, ranks, options, False, reads if exact else None, o)
     return o, S, borders, found, r, reads
 
 
@@ -340,7 +464,7 @@ def _backward(
     d_S = torch.zeros_like(S_end) if d_S is None else d_S.contiguous()
     gates_found = Gates(found, found.new_empty(0))
     u = prefixes(beta, found, ranks, options, k.dtype == torch.float32)
-    d_z, d_S_in, d_borders = _run(k, head_x, q, d_o, beta, found[0], u, d_S, ranks, options, True)
+    d_z, d_S_in, d_borders = _run(k, head_x, q, d_o, beta, found, d_S, ranks, options, True)
     writes, pairs = Columns(q, k, r, beta, head_x, head_v, first, found, ranks, options), torch.zeros_like(k)
     _pairs(pairs, k, head_x, ranks, options, False)
     if k.dtype != torch.float32:
