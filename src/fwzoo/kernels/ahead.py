@@ -30,11 +30,11 @@ logger = logging.getLogger("fwzoo.kernels")
 
 class _Local(threading.local):
     call: tuple[Callable[..., Any], tuple[Any, ...]] | None = None  # what to rehearse when a kernel is missing
+    rehearsal: Rehearsal | None = None
 
 
 _local = _Local()
 LOCK = threading.RLock()  # held while a kernel is compiled: no other thread compiles it again, or finds it half loaded
-REHEARSALS: dict[int, Rehearsal] = {}  # by the thread's number
 
 
 class _Pointer:
@@ -90,6 +90,11 @@ class Rehearsal:
         self.launches.setdefault(key, _Launch(kernel, given, options))
 
 
+def rehearsed() -> Rehearsal | None:
+    """The rehearsal that this thread is in."""
+    return _local.rehearsal
+
+
 def ahead(function: Callable[..., Any], whole: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """`function` of tensors and numbers, whose kernels are compiled side by side.
 
@@ -115,16 +120,16 @@ def compile_call(compiled: dict[tuple[Any, ...], Any]) -> None:
     if call is None:
         return
     function, arguments = call
-    thread, rehearsal, mode = threading.get_ident(), Rehearsal(), FakeTensorMode()
+    rehearsal, mode = Rehearsal(), FakeTensorMode()
     mode._allow_unsafe_data_ptr_access = False  # a launch by Triton's own way raises, and starts nothing
-    REHEARSALS[thread] = rehearsal
+    _local.rehearsal = rehearsal
     try:
         with _disable_current_modes(), torch.no_grad(), mode:
             function(*map(rehearsal.stand_in, arguments))
     except Exception as error:
         logger.debug("the rehearsal of %s ended early: %s", function, error)
     finally:
-        del REHEARSALS[thread]
+        _local.rehearsal = None
     missing = {key: x for key, x in rehearsal.launches.items() if key not in compiled}
     if len(missing) < 2:
         return

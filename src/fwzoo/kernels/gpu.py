@@ -12,7 +12,6 @@ import functools
 import operator
 import re
 from collections.abc import Callable, Sequence
-from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 from triton import knobs
 
-from .ahead import LOCK, REHEARSALS, ahead, compile_call
+from .ahead import LOCK, ahead, compile_call, rehearsed
 from .contract import INTERPRETING
 from .plans import note_launch
 from .ranks import CHUNK, Ranks
@@ -119,7 +118,7 @@ def launch(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> Any:
     parameters = _PARAMETERS.get(id(kernel))
     if parameters is None:
         parameters = _PARAMETERS[id(kernel)] = _parameters(kernel)
-    rehearsal = REHEARSALS.get(get_ident()) if REHEARSALS else None
+    rehearsal = rehearsed()
     address_of = Tensor.data_ptr if rehearsal is None else rehearsal.address
     given: list[Any] = list(map(arguments.get, parameters.names))
     device, addresses, key = given[0].get_device(), given.copy(), [id(kernel), *options.values()]
@@ -282,7 +281,7 @@ def decayed_by(x):
 
 @triton.jit
 def split_dot(a, b):
-    """a @ b of float32 and any dtype, accumulated in float32, a to 16 digits or more: for bfloat16, as two products of its halves."""
+    """a @ b of float32 and any dtype, accumulated in float32; a keeps 16 bits or more: beside bfloat16 it is two halves, and two products."""
     if b.dtype == tl.bfloat16:
         high = a.to(tl.bfloat16)
         return tl.dot(high, b, tl.dot((a - high.to(tl.float32)).to(tl.bfloat16), b))
@@ -510,7 +509,7 @@ class Prepared:
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], varying: Sequence[str], **arguments: Any) -> None:
         self._kernel, self._grid, self._varying, self._arguments = kernel, grid, varying, arguments
-        self._rehearsed = get_ident() in REHEARSALS
+        self._rehearsed = rehearsed() is not None
         self._given = [] if self._rehearsed else [
             x.data_ptr() if isinstance(x := arguments.get(name), Tensor) else x for name in kernel.arg_names
         ]  # fmt: skip

@@ -144,9 +144,12 @@ def _keys_of_block(
     k, head_x, rows, n, h, j, base, at, start, token, rank, dk, order, H: tl.constexpr, K: tl.constexpr, SHIFT: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys of the pairs of a block's tokens, whose rows are `at` from `base` on. That of the document's first token is in its head."""
+    """Keys of the pairs of a block's tokens, whose rows are `at` from `base` on. That of the document's first token is in its head.
+
+    As `gpu.key_pointers`, but from one base: a 64-bit address for every row was a tenth of the run's instructions.
+    """
     if MASKED:
-        at = tl.load(rows + start + rank - SHIFT, mask=token & (rank >= SHIFT), other=0) * H + SHIFT * H
+        at = row_of(rows, start, rank - SHIFT, token & (rank >= SHIFT), MASKED) * H + SHIFT * H
     keys = k + (base - SHIFT * H) * K
     if SHIFT:
         head = keys
@@ -208,7 +211,7 @@ def run_kernel(
         rank = j * N + order
         token, base, at = rank < length, (start + j * N) * H + h, order * H
         if MASKED:
-            base, at = h, tl.load(rows + start + rank, mask=token, other=0) * H
+            base, at = h, row_of(rows, start, rank, token, MASKED) * H
         here, where = base * V + (at[:, None] * V + dv[None, :]), token[:, None] & (dv < V)[None, :]
         value, gain = read(given + here, where).to(tl.float32), read(beta + here, where).to(tl.float32)
         raw = (kept[:, None] + (1.0 - gain) * pull[:, None]) if DIVIDE else (1.0 - gain * pull[:, None])
@@ -249,7 +252,6 @@ def run_kernel(
         own = tl.where(within, scores, tl.zeros_like(scores))
         reach = (until[1], until[2], until[3], until[4]) if AFTER else (until[0], until[1], until[2], until[3])
         undone = _inverse(until[1]), _inverse(until[2]), _inverse(until[3]), _inverse(until[4])
-        output = found
         if BACK:
             asks = (
                 (values[0], values[1] * undone[0], values[2] * undone[1], values[3] * undone[2])
@@ -266,7 +268,6 @@ def run_kernel(
             output = _times(output, _all_times(reach, before))
         # one four after the other: what its tokens read (seen) and write
         pairs = _in_fours(gram, decay, near, BV, N, PRECISION)
-        seen, written = found, found
         for turn in tl.static_range(N // 4):
             w0 = -eta[0] * found[0] if BACK else eta[0] * (values[0] - found[0])
             f1 = found[1] + pairs[0] * w0
