@@ -9,7 +9,8 @@ them one after the other: with S before the four, and D_ij the product of the de
     r_t = v_t - D_t S^T x_t - sum_{j < t, in the four} D_jt (x_j . x_t) eta_j r_j
 
 What a four has written, decayed to its end, goes to the tokens behind it in one product with the Gram matrix, decayed from there to the beginnings
-of their fours. All factors are products of decays, but for what outputs read of their own four: there is one product for all of it, with decays until
+of their fours. Nothing in it waits for memory: what a block needs is copied to shared memory two blocks ahead, and what does not depend on the state is
+made before, by all multiprocessors (`block_kernel`). All factors are products of decays, but for what outputs read of their own four: there is one product for all of it, with decays until
 a token reads and the inverses of those until others have written (4 decays of 1e-4, at most 1e16). Backward is the same run from the
 end: with L the gradient of the state through later reads and residuals,
 
@@ -55,10 +56,9 @@ from .rules import Options
 
 
 @triton.jit
-def _places(N: tl.constexpr):
-    """Of every column of a tile of N tokens, its place in the order of the run: a thread that holds columns 2 l, 2 l + 1, N / 2 + 2 l and
+def _places(column, N: tl.constexpr):
+    """Of columns of tiles of N tokens, their places in the order of the run: a thread that holds columns 2 l, 2 l + 1, N / 2 + 2 l and
     N / 2 + 2 l + 1 of a product, as the tensor cores give it, has places 4 l to 4 l + 3."""
-    column = tl.arange(0, N)
     return column % (N // 2) // 2 * 4 + column // (N // 2) * 2 + column % 2
 
 
@@ -104,14 +104,6 @@ def _all_times(fours, factor):
 
 
 @triton.jit
-def _only(fours, mine):
-    found = ()
-    for i in tl.static_range(4):
-        found = found + (tl.where(mine, fours[i], 0.0),)
-    return found
-
-
-@triton.jit
 def _inverse(x):
     """1 / x, of numbers that are neither very small nor very large."""
     if INTERPRET:
@@ -129,47 +121,40 @@ def _as_product(tile, BV: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _gates_of_block(
-    strength, upto, upto_low, first, h, j, blocks, order, H: tl.constexpr, C: tl.constexpr, N: tl.constexpr
-):
+def _as_operand(tile, N: tl.constexpr):
+    """`tile`, `[., N]`, in float32. As a product, where that is exact: Triton loads 16-bit numbers blocks ahead if they are an operand of one."""
+    if tile.dtype == tl.float32:
+        return tile
+    else:
+        n = tl.arange(0, N)
+        return tl.dot(tile, tl.where(n[:, None] == n[None, :], 1.0, 0.0).to(tile.dtype))
+
+
+@triton.jit
+def _gates_of_block(numbers, block, column, N: tl.constexpr):
     """What `prepass.gates` has found for the tokens of a block."""
-    at = ((first + j // (C // N)) * H + h) * C + j % (C // N) * N + order
-    there = (order * 0 + j >= 0) & (order * 0 + j < blocks)
-    inverse, kept = tl.load(strength + at, mask=there, other=0.0), tl.load(upto + at, mask=there, other=1.0)
-    return inverse, kept, tl.load(upto_low + at, mask=there, other=0.0)
+    at = numbers + block * (3 * N) + column
+    return tl.load(at), tl.load(at + N), tl.load(at + 2 * N)
 
 
 @triton.jit
-def _keys_of_block(
-    k, head_x, rows, n, h, j, base, at, start, token, rank, dk, order, H: tl.constexpr, K: tl.constexpr, SHIFT: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """Keys of the pairs of a block's tokens, whose rows are `at` from `base` on. That of the document's first token is in its head.
-
-    As `gpu.key_pointers`, but from one base: a 64-bit address for every row was a tenth of the run's instructions.
-    """
-    if MASKED:
-        at = row_of(rows, start, rank - SHIFT, token & (rank >= SHIFT), MASKED) * H + SHIFT * H
-    keys = k + (base - SHIFT * H) * K
-    if SHIFT:
-        head = keys
-        if j == 0:
-            head = head_x + (n * H + h) * K
-            if MASKED:
-                at = tl.where(order == 0, 0, at)
-        keys = tl.where(order == 0, head, keys)[:, None]
-    return read(keys + (at[:, None] * K + dk[None, :]), token[:, None] & (dk < K)[None, :])
+def _keep(to, S, state, dk, dv, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """S^T, `[BV, BK]`, as a state `[K, V]`."""
+    if K == BK and V % BV == 0:
+        tl.store(to + state, S.to(to.dtype.element_ty))
+    else:
+        tl.store(to + state, S.to(to.dtype.element_ty), mask=(dk < K)[None, :] & (dv < V)[:, None])
 
 
 @triton.jit
-def _in_fours(gram, decay, near, BV: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr):
+def _in_fours(near_gram, decay, near, BV: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr):
     """What the keys of the second, third and fourth token of a four have of those before them, decayed between the two: a product with ones
     gives them to every column."""
-    ones, begin = tl.full([BV, N], 1.0, gram.dtype), near[None, :] // 4 * 4
-    zero = tl.zeros_like(gram)
-    first = _fours(tl.dot(ones, tl.where(near[:, None] == begin, gram, zero), input_precision=PRECISION), BV, N)
-    second = _fours(tl.dot(ones, tl.where(near[:, None] == begin + 1, gram, zero), input_precision=PRECISION), BV, N)
-    third = _fours(tl.dot(ones, tl.where(near[:, None] == begin + 2, gram, zero), input_precision=PRECISION), BV, N)
+    one, turn = tl.full([BV, N], 1.0, near_gram.dtype), near[None, :] % 4
+    zero = tl.zeros_like(one)
+    first = _fours(tl.dot(tl.where(turn == 0, one, zero), near_gram, input_precision=PRECISION), BV, N)
+    second = _fours(tl.dot(tl.where(turn == 1, one, zero), near_gram, input_precision=PRECISION), BV, N)
+    third = _fours(tl.dot(tl.where(turn == 2, one, zero), near_gram, input_precision=PRECISION), BV, N)
     return (
         first[1],
         (first[2] * decay[1], second[2]),
@@ -177,10 +162,10 @@ def _in_fours(gram, decay, near, BV: tl.constexpr, N: tl.constexpr, PRECISION: t
     )
 
 
-@triton.jit(do_not_specialize=["T", "NC"])
+@triton.jit(do_not_specialize=["T", "NC", "M"])
 def run_kernel(
-    k, head_x, q, given, beta, strength, upto, upto_low, S_in, S_out, out, reads, o, borders, docs, rows, decay_floor, T, NC,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, SHIFT: tl.constexpr, AFTER: tl.constexpr,
+    vectors, tiles, numbers, given, beta, S_in, S_out, out, reads, o, borders, docs, rows, decay_floor, T, NC, M,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, AFTER: tl.constexpr,
     DIVIDE: tl.constexpr, BACK: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr, N: tl.constexpr, WORK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Residuals (`out`) and outputs of every token, S from S_in to S_out and before every chunk (borders). BACK, from the end: L, behind every
@@ -194,64 +179,62 @@ def run_kernel(
     if not PLAIN:
         start, length, first = tl.load(docs + 4 * n), tl.load(docs + 4 * n + 1), tl.load(docs + 4 * n + 2)
     dk, dv = tl.arange(0, BK), tl.program_id(0) * BV + tl.arange(0, BV)
-    near, four = _places(N), tl.arange(0, N // 4)[None, :]
+    column, four = tl.arange(0, N), tl.arange(0, N // 4)[None, :]
+    near = _places(column, N)
     in_k, in_v = (dk < K)[None, :], (dv < V)[:, None]
     state = dk[None, :] * V + dv[:, None]
     S = tl.load(S_in + lane * K * V + state, mask=in_k & in_v, other=0.0)
     blocks = tl.cdiv(length, N).to(tl.int32)
+    blocks_before = (h * M + first) * (C // N)
+    tile, square = column[:, None] * BK + dk[None, :], column[:, None] * N + column[None, :]
     order, begin, way = near, 0, 1
     if BACK:
         order, begin, way = N - 1 - near, blocks - 1, -1
-    one = tl.full([BV, N // 4], 1.0, tl.float32)
-    inverse, kept, pull = _gates_of_block(strength, upto, upto_low, first, h, begin, blocks, order, H, C, N)
+    one, which = tl.full([BV, N // 4], 1.0, tl.float32), tl.zeros([BV, N // 4], tl.int32)
+    # by numbers: there are too few predicates for conditions
+    is_0, is_1 = (four == 0).to(tl.float32), (four == 1).to(tl.float32)
+    is_2, is_3 = (four == 2).to(tl.float32), (four == 3).to(tl.float32)
+    if blocks > 0:
+        _keep(borders + ((first + begin // (C // N)) * H + h) * K * V, S, state, dk, dv, K, V, BK, BV)
     for step in range(0, blocks):
         j = begin + way * step
-        following = _gates_of_block(strength, upto, upto_low, first, h, j + way, blocks, order, H, C, N)
         c, part = first + j // (C // N), j % (C // N)
         rank = j * N + order
         token, base, at = rank < length, (start + j * N) * H + h, order * H
         if MASKED:
             base, at = h, row_of(rows, start, rank, token, MASKED) * H
-        here, where = base * V + (at[:, None] * V + dv[None, :]), token[:, None] & (dv < V)[None, :]
-        value, gain = read(given + here, where).to(tl.float32), read(beta + here, where).to(tl.float32)
+        here, where = base * V + (at[:, None] * V + dv[None, :]), token[:, None]
+        if V % BV != 0:
+            where = where & (dv < V)[None, :]
+        here_k = (blocks_before + j) * (2 * N * BK)
+        here_n = tiles + (blocks_before + j) * (4 * N * N) + square
+        value = read(given + base * V + (dv[:, None] + at[None, :] * V), tl.trans(where))
+        inverse, kept, pull = _gates_of_block(numbers, blocks_before + j, column, N)
+        gain = read(beta + here, where).to(tl.float32)
         raw = (kept[:, None] + (1.0 - gain) * pull[:, None]) if DIVIDE else (1.0 - gain * pull[:, None])
-        x = _keys_of_block(k, head_x, rows, n, h, j, base, at, start, token, rank, dk, order, H, K, SHIFT, MASKED)
-        query = read(q + base * K + (at[:, None] * K + dk[None, :]), token[:, None] & in_k).to(WORK)
-        x = x.to(WORK)
-        # the state at a chunk's border
-        edge = part == 0
-        if BACK:
-            edge = (part == C // N - 1) | (step == 0)
-        if edge:
-            tl.store(borders + (c * H + h) * K * V + state, S.to(borders.dtype.element_ty), mask=in_k & in_v)
+        x, query = tl.load(vectors + here_k + tile).to(WORK), tl.load(vectors + (here_k + N * BK) + tile).to(WORK)
+        gram, scores = tl.load(here_n), tl.load(here_n + N * N)
+        near_gram, own = tl.load(here_n + 2 * N * N), tl.load(here_n + 3 * N * N)
         # decays of a four until each of its tokens and until its end, and behind each; of the block until and behind every four
         decay = _fours(_as_product(tl.trans(tl.maximum(raw, decay_floor)), BV, N), BV, N)
-        eta, values = _fours(tl.trans(gain * inverse[:, None]), BV, N), _fours(tl.trans(value), BV, N)
+        # 0 * kept: Triton loads ahead what the first two operands of a product come from, and the decays are the third one of theirs
+        eta = _fours(tl.trans(gain * (inverse + 0.0 * kept + 0.0 * pull)[:, None]), BV, N)
+        values = _fours(_as_operand(value, N), BV, N)
         after = (decay[1] * (decay[2] * decay[3]), decay[2] * decay[3], decay[3], one)
         until = (one, decay[0], decay[0] * decay[1], decay[0] * decay[1] * decay[2])
         through = until[3] * decay[3]
         until = until + (through,)
-        g0 = tl.sum(tl.where(four == 0, through, 0.0), 1)[:, None]
-        g1 = tl.sum(tl.where(four == 1, through, 0.0), 1)[:, None]
-        g2 = tl.sum(tl.where(four == 2, through, 0.0), 1)[:, None]
-        g3 = tl.sum(tl.where(four == 3, through, 0.0), 1)[:, None]
-        before = tl.where(four == 0, 1.0, tl.where(four == 1, g0, tl.where(four == 2, g0 * g1, g0 * g1 * g2)))
-        behind = tl.where(four == 0, g1 * g2 * g3, tl.where(four == 1, g2 * g3, tl.where(four == 2, g3, 1.0)))
+        g0, g1 = tl.gather(through, which, 1), tl.gather(through, which + 1, 1)
+        g2, g3 = tl.gather(through, which + 2, 1), tl.gather(through, which + 3, 1)
+        before = is_0 + g0 * (is_1 + g1 * (is_2 + g2 * is_3))
+        behind = is_3 + g3 * (is_2 + g2 * (is_1 + g1 * is_0))
         # what keys and queries read of the state before the block, and what queries ask of keys
-        gram = tl.trans(tl.dot(x, tl.trans(x), input_precision=PRECISION)).to(WORK)
         narrow = S.to(WORK)
-        found = _fours(tl.dot(narrow, tl.trans(x), input_precision=PRECISION), BV, N)
-        found = _times(found, _all_times(until, before))
-        S *= g0 * g1 * g2 * g3
-        within = near[:, None] // 4 == near[None, :] // 4
-        within = within & ((near[:, None] <= near[None, :]) if AFTER else (near[:, None] < near[None, :]))
-        if BACK:
-            scores = tl.trans(tl.dot(x, tl.trans(query), input_precision=PRECISION)).to(WORK)
-        else:
-            scores = tl.trans(tl.dot(query, tl.trans(x), input_precision=PRECISION)).to(WORK)
-        own = tl.where(within, scores, tl.zeros_like(scores))
+        found = _all_times(_fours(tl.dot(narrow, tl.trans(x), input_precision=PRECISION), BV, N), before)
+        S *= tl.sum((g0 * g1 * g2 * g3) * is_0, 1)[:, None]
         reach = (until[1], until[2], until[3], until[4]) if AFTER else (until[0], until[1], until[2], until[3])
-        undone = _inverse(until[1]), _inverse(until[2]), _inverse(until[3]), _inverse(until[4])
+        undone = _inverse(through)
+        undone = (undone * after[0], undone * after[1], undone * after[2], undone)
         if BACK:
             asks = (
                 (values[0], values[1] * undone[0], values[2] * undone[1], values[3] * undone[2])
@@ -259,56 +242,104 @@ def run_kernel(
                 else _times(values, undone)
             )
             more = _fours(tl.dot(_tile(asks, BV, N).to(WORK), own, input_precision=PRECISION), BV, N)
-            found = _plus(found, _times(until, more))
+            found = _plus(found, more)
             values = _times(_times(values, decay), after) if AFTER else _times(values, after)
             leaving = _tile(_all_times(values, behind), BV, N).to(WORK)
             S = tl.dot(leaving, query, S, input_precision=PRECISION)
         else:
-            output = _fours(tl.dot(narrow, tl.trans(query), input_precision=PRECISION), BV, N)
-            output = _times(output, _all_times(reach, before))
+            output = _all_times(_fours(tl.dot(narrow, tl.trans(query), input_precision=PRECISION), BV, N), before)
         # one four after the other: what its tokens read (seen) and write
-        pairs = _in_fours(gram, decay, near, BV, N, PRECISION)
+        pairs = _in_fours(near_gram, decay, near, BV, N, PRECISION)
         for turn in tl.static_range(N // 4):
-            w0 = -eta[0] * found[0] if BACK else eta[0] * (values[0] - found[0])
-            f1 = found[1] + pairs[0] * w0
-            w1 = -eta[1] * f1 if BACK else eta[1] * (values[1] - f1)
-            f2 = found[2] + pairs[1][0] * w0 + pairs[1][1] * w1
-            w2 = -eta[2] * f2 if BACK else eta[2] * (values[2] - f2)
-            f3 = found[3] + pairs[2][0] * w0 + pairs[2][1] * w1 + pairs[2][2] * w2
-            w3 = -eta[3] * f3 if BACK else eta[3] * (values[3] - f3)
-            seen, written = (found[0], f1, f2, f3), (w0, w1, w2, w3)
+            r0 = -found[0] if BACK else values[0] - found[0]
+            w0 = eta[0] * r0
+            r1 = -until[1] * found[1] if BACK else values[1] - until[1] * found[1]
+            r1 -= pairs[0] * w0
+            w1 = eta[1] * r1
+            r2 = -until[2] * found[2] if BACK else values[2] - until[2] * found[2]
+            r2 = r2 - pairs[1][0] * w0 - pairs[1][1] * w1
+            w2 = eta[2] * r2
+            r3 = -until[3] * found[3] if BACK else values[3] - until[3] * found[3]
+            r3 = r3 - pairs[2][0] * w0 - pairs[2][1] * w1 - pairs[2][2] * w2
+            written = (w0, w1, w2, eta[3] * r3)
             if turn < N // 4 - 1:
-                mine = four == turn
-                told = _tile(_times(written, _only(after, mine)), BV, N).to(WORK)
-                # decay from the end of this four to the beginnings of those behind it
-                to = tl.where(four > turn, one, 0.0)
-                if turn == 0:
-                    to = tl.where(four == 2, g1, tl.where(four == 3, g1 * g2, to))
+                mine, to = is_0, is_1 + g1 * (is_2 + g2 * is_3)
                 if turn == 1:
-                    to = tl.where(four == 3, g2, to)
+                    mine, to = is_1, is_2 + g2 * is_3
+                if turn == 2:
+                    mine, to = is_2, is_3
+                told = _tile(_times(written, _all_times(after, mine)), BV, N).to(WORK)
+                # to: decay from the end of this four to the beginnings of those behind it
                 more = tl.zeros([BV, N], tl.float32)
                 if BACK:
-                    asks = _tile(_only(values, mine), BV, N)
+                    asks = _tile(_all_times(values, mine), BV, N)
                     more = tl.dot(asks.to(WORK), scores, more, input_precision=PRECISION)
                 else:
                     asked = _fours(tl.dot(told, scores, input_precision=PRECISION), BV, N)
-                    output = _plus(output, _times(_all_times(reach, to), asked))
+                    output = _plus(output, _all_times(asked, to))
                 more = _fours(tl.dot(told, gram, more, input_precision=PRECISION), BV, N)
-                found = _plus(found, _times(_all_times(until, to), more))
+                found = _plus(found, _all_times(more, to))
         leaving = _tile(_times(written, _all_times(after, behind)), BV, N).to(WORK)
         S = tl.dot(leaving, x, S, input_precision=PRECISION)
         if BACK:
-            tl.store(out + here, tl.trans(_tile(seen, BV, N).to(out.dtype.element_ty)), mask=where)
+            tl.store(out + here, tl.trans((-_tile((r0, r1, r2, r3), BV, N)).to(out.dtype.element_ty)), mask=where)
         else:
             asks = _tile(_times(written, undone), BV, N).to(WORK)
-            output = _plus(output, _times(reach, _fours(tl.dot(asks, own, input_precision=PRECISION), BV, N)))
+            output = _times(reach, _plus(output, _fours(tl.dot(asks, own, input_precision=PRECISION), BV, N)))
             tl.store(o + here, tl.trans(_tile(output, BV, N).to(o.dtype.element_ty)), mask=where)
-            left = _tile((values[0] - seen[0], values[1] - seen[1], values[2] - seen[2], values[3] - seen[3]), BV, N)
+            left = _tile((r0, r1, r2, r3), BV, N)
             tl.store(out + here, tl.trans(left.to(out.dtype.element_ty)), mask=where)
             if reads is not None:
-                tl.store(reads + here, tl.trans(_tile(seen, BV, N).to(reads.dtype.element_ty)), mask=where)
-        inverse, kept, pull = following
-    tl.store(S_out + lane * K * V + state, S, mask=in_k & in_v)
+                seen = _tile((values[0] - r0, values[1] - r1, values[2] - r2, values[3] - r3), BV, N)
+                tl.store(reads + here, tl.trans(seen.to(reads.dtype.element_ty)), mask=where)
+        # the state at a chunk's border
+        if (part == (0 if BACK else C // N - 1)) & (step < blocks - 1):
+            _keep(borders + ((c + way) * H + h) * K * V, S, state, dk, dv, K, V, BK, BV)
+    _keep(S_out + lane * K * V, S, state, dk, dv, K, V, BK, BV)
+
+
+@triton.jit(do_not_specialize=["T", "NC", "M", "H"])
+def block_kernel(
+    k, head_x, q, strength, upto, upto_low, vectors, tiles, numbers, docs, chunk_doc, rows, T, NC, M, H, K: tl.constexpr, BK: tl.constexpr, SHIFT: tl.constexpr,
+    AFTER: tl.constexpr, BACK: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
+    WORK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What the run takes of a chunk, block by block in its order: keys and queries (`[H, M * C / N, 2, N, BK]`, 0 behind the last token), and products (`tiles`,
+    `[H, M * C / N, 4, N, N]`): of keys with keys, of keys with queries (BACK: of queries with keys), and the same within fours."""
+    c, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
+    e, dk = tl.arange(0, C), tl.arange(0, BK)
+    place = _places(e % N, N)
+    order = place
+    if BACK:
+        order = N - 1 - place
+    rank = i * C + e // N * N + order
+    token = rank < length
+    keys, ok = key_pointers(k, head_x, rows, n, start, length, h, rank, H, K, 1, SHIFT, MASKED)
+    x = read(keys[:, None] + dk[None, :], (token & ok)[:, None] & (dk < K)[None, :])
+    row = row_of(rows, start, rank, token, MASKED) * H + h
+    query = read(q + row[:, None] * K + dk[None, :], token[:, None] & (dk < K)[None, :])
+    chunk, at = (h * M + c) * C, (c * H + h) * C + e // N * N + order
+    for_gates = numbers + (chunk + e // N * N) * 3 + e % N
+    tl.store(for_gates, tl.load(strength + at))
+    tl.store(for_gates + N, tl.load(upto + at))
+    tl.store(for_gates + 2 * N, tl.load(upto_low + at))
+    to = vectors + (2 * (chunk + e // N * N) + e % N)[:, None] * BK + dk[None, :]
+    tl.store(to, x.to(vectors.dtype.element_ty))
+    tl.store(to + N * BK, query.to(vectors.dtype.element_ty))
+    x, query = x.to(WORK), query.to(WORK)
+    to = (chunk + e // N * N)[:, None] * (4 * N) + (e % N)[:, None] * N + (e % N)[None, :]
+    block = e[:, None] // N == e[None, :] // N
+    near = block & (place[:, None] // 4 == place[None, :] // 4)
+    gram = tl.dot(x, tl.trans(x), input_precision=PRECISION)
+    tl.store(tiles + to, gram.to(tiles.dtype.element_ty), mask=block)
+    tl.store(tiles + 2 * N * N + to, tl.where(near, gram, 0.0).to(tiles.dtype.element_ty), mask=block)
+    if BACK:
+        x, query = query, x
+    scores = tl.dot(x, tl.trans(query), input_precision=PRECISION)
+    own = near & ((place[:, None] <= place[None, :]) if AFTER else (place[:, None] < place[None, :]))
+    tl.store(tiles + N * N + to, scores.to(tiles.dtype.element_ty), mask=block)
+    tl.store(tiles + 3 * N * N + to, tl.where(own, scores, 0.0).to(tiles.dtype.element_ty), mask=block)
 
 
 @triton.jit(do_not_specialize=["T", "NC", "H"])
@@ -331,7 +362,7 @@ def pair_kernel(
         tl.store(by_token, x.to(pairs.dtype.element_ty), mask=where)
 
 
-WARPS, STAGES = 1, 3
+N, WARPS, STAGES = 16, 1, 3  # tokens of a block of the run
 
 
 def _some(x: Tensor, ranks: Ranks, *size: int) -> Tensor:
@@ -347,16 +378,34 @@ def _run(
     (heads, k_size), v_size = k.shape[2:], given.shape[3]
     out = ranks.new_like(given)
     S_out, borders = torch.empty_like(S), _some(k, ranks, ranks.chunks, heads, k_size, v_size)
-    wide = k.dtype != torch.bfloat16 or INTERPRETING
+    wide, width = k.dtype != torch.bfloat16 or INTERPRETING, block(k_size)
+    vectors = k.new_empty(heads, ranks.chunks * CHUNK // N, 2, N, width)
+    tiles = k.new_empty(heads, ranks.chunks * CHUNK // N, 4, N, N, dtype=torch.float32 if wide else k.dtype)
+    numbers = found.new_empty(heads, ranks.chunks * CHUNK // N, 3, N)
+    given_to_both = {
+        "vectors": vectors,
+        "tiles": tiles,
+        "numbers": numbers,
+        **tables(ranks),
+        "M": ranks.chunks,
+        "H": heads,
+        "K": k_size,
+        "BK": width,
+        "AFTER": options.read_after_write,
+        "BACK": back,
+        "N": N,
+        "WORK": tl.float32 if wide else tl.bfloat16,
+        "PRECISION": "ieee" if INTERPRETING else "tf32x3" if k.dtype == torch.float32 else "tf32",
+    }
     with on_device(k):
         launch(
-            run_kernel, (parts(v_size, 16), ranks.documents * heads),
-            k=k, head_x=head_x, q=q, given=given, beta=beta, strength=found[0], upto=found[1], upto_low=found[2], S_in=S, S_out=S_out,
-            out=out, reads=reads, o=o, borders=borders, **tables(ranks), decay_floor=options.decay_floor, H=heads, K=k_size, V=v_size,
-            BK=block(k_size), BV=16, SHIFT=int(options.shifted), AFTER=options.read_after_write, DIVIDE=options.step == "beta", BACK=back, N=16,
-            WORK=tl.float32 if wide else tl.bfloat16,
-            PRECISION="ieee" if INTERPRETING else "tf32x3" if k.dtype == torch.float32 else "tf32",
-            num_warps=WARPS, num_stages=STAGES,
+            block_kernel, (ranks.chunks * heads,), k=k, head_x=head_x, q=q, strength=found[0], upto=found[1], upto_low=found[2],
+            SHIFT=int(options.shifted), **given_to_both,
+        )  # fmt: skip
+        launch(
+            run_kernel, (parts(v_size, 16), ranks.documents * heads), given=given, beta=beta,
+            S_in=S, S_out=S_out, out=out, reads=reads, o=o, borders=borders, decay_floor=options.decay_floor, V=v_size, BV=16,
+            DIVIDE=options.step == "beta", num_warps=WARPS, num_stages=STAGES, **given_to_both,
         )  # fmt: skip
     return out, S_out, borders
 
