@@ -36,7 +36,7 @@ def as_source(kernel: Any, given: tuple[Any, ...], named: dict[str, Any]) -> tup
             signature[parameter.name], aligned[(i,)] = "*" + TYPES[x.dtype], [["tt.divisibility", 16]]
         else:
             signature[parameter.name] = "fp32" if isinstance(x, float) else "i32"
-    options = {name: x for name, x in named.items() if name.startswith("num_")}
+    options = {name: x for name, x in named.items() if name.startswith(("num_", "maxnreg"))}
     return ASTSource(kernel, signature, constants, aligned), options
 
 

@@ -7,7 +7,8 @@ With log-decay prefix u_tv of column v from the chunk's start, b = eta * r, S_0 
 
 with R like P, of d_r = eta * d_z and exp(u_{t-1} - u_j). Within 8 rows, reads and writes are rescaled about their middle (by at most 1e16: see
 `rescaled.py`); beyond, by halving, as in `columns.py`: on every level the right half of a block reads the left half, both rescaled to the
-border between them by factors <= 1. u is kept in float32 and its differences are taken: of 64
+border between them by factors <= 1. One product of a level has all its readers, those of P and those of R, as rows, and a chunk's programs for
+levels and rows within 8 come one after the other, so that they find in the L2 cache what they share. u is kept in float32 and its differences are taken: of 64
 log-decays above -9.3 they are right to 4e-5, which is why float32 inputs go elsewhere.
 """
 
@@ -29,7 +30,7 @@ from .columns import Columns, low_columns
 from .rescaled import LOW
 from .rules import Options
 
-LEVELS = tl.constexpr((CHUNK - 1).bit_length())
+LEVELS = tl.constexpr((CHUNK - 1).bit_length() - 3)  # halvings of a chunk, until 8 rows are left
 
 
 @triton.jit
@@ -41,9 +42,9 @@ def _raw(gain, upto, upto_low, at, DIVIDE: tl.constexpr):
 
 
 @triton.jit
-def _tokens(docs, chunk_doc, rows, T, NC, H, PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr):
-    """Of a program's chunk and head: tile, document, head, its first row and length, which of its chunks, ranks, tokens, rows."""
-    index = tl.program_id(0).to(tl.int64)
+def _tokens(index, docs, chunk_doc, rows, T, NC, H, PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr):
+    """Of a chunk and head (index): document, head, its first row and length, which of its chunks, ranks, tokens, rows."""
+    index = index.to(tl.int64)
     h = index % H
     n, start, length, i = of_chunk(index // H, docs, chunk_doc, T, NC, PLAIN)
     rank = i * C + tl.arange(0, C)
@@ -57,7 +58,9 @@ def prefix_kernel(
     PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """u, `[M, H, C, V]`."""
-    index, _n, _h, _start, _length, _i, _rank, token, row = _tokens(docs, chunk_doc, rows, T, NC, H, PLAIN, MASKED, C)
+    index, _n, _h, _start, _length, _i, _rank, token, row = _tokens(
+        tl.program_id(0), docs, chunk_doc, rows, T, NC, H, PLAIN, MASKED, C
+    )
     at, dv = index * C + tl.arange(0, C), tl.program_id(1) * BV + tl.arange(0, BV)
     gain = read(beta + row[:, None] * V + dv[None, :], token[:, None] & (dv < V)[None, :]).to(tl.float32)
     raw, _pull = _raw(gain, upto, upto_low, at, DIVIDE)
@@ -66,73 +69,109 @@ def prefix_kernel(
 
 
 @triton.jit
-def _prefixes(u, at, dv, V: tl.constexpr, AFTER: tl.constexpr, C: tl.constexpr):
-    """u up to every row, and up to where it reads."""
-    e, in_v = tl.arange(0, C), (dv < V)[None, :]
-    to = tl.load(u + (at + e)[:, None] * V + dv[None, :], mask=(e >= 0)[:, None] & in_v, other=0.0)
-    until = to
-    if not AFTER:
-        until = tl.load(u + (at + e - 1)[:, None] * V + dv[None, :], mask=(e > 0)[:, None] & in_v, other=0.0)
-    return to, until
+def _u(u, at, rows, dv, V: tl.constexpr):
+    """u after rows of a chunk, 0 before its first one."""
+    return tl.load(u + (at + rows)[:, None] * V + dv[None, :], mask=(rows >= 0)[:, None] & (dv < V)[None, :], other=0.0)
 
 
 @triton.jit
-def _row_of_block(u, at, dv, level, V: tl.constexpr, C: tl.constexpr):
-    """u at the last row of the left half of every row's block of 2^(level + 1) rows."""
-    e = tl.arange(0, C)
-    border = at + ((e >> (level + 1)) << (level + 1)) + (1 << level) - 1
-    return tl.load(u + border[:, None] * V + dv[None, :], mask=(e >= 0)[:, None] & (dv < V)[None, :], other=0.0)
-
-
-@triton.jit
-def _within_8(u, at, dv, to, until, V: tl.constexpr, AFTER: tl.constexpr, C: tl.constexpr):
-    """Factors with which a row reads and is read about the middle of its 8 rows, and which row reads which."""
-    e, there = tl.arange(0, C), _row_of_block(u, at, dv, 2, V, C)
-    near = (e[:, None] >> 3 == e[None, :] >> 3) & (e[:, None] - e[None, :] >= (0 if AFTER else 1))
-    return decayed_by(until - there), decayed_by(there - to), near
-
-
-@triton.jit
-def _to_border(u, at, dv, to, until, level, V: tl.constexpr, C: tl.constexpr):
-    """Decay between every row and the border in its block, whether it is behind it, and which row reads which."""
-    e, there = tl.arange(0, C), _row_of_block(u, at, dv, level, V, C)
-    right = ((e >> level) & 1 == 1)[:, None]
-    factor = decayed_by(tl.minimum(tl.where(right, until - there, there - to), 0.0))
-    return factor, right, (e[:, None] > e[None, :]) & ((e[:, None] ^ e[None, :]) >> level == 1)
-
-
-@triton.jit(do_not_specialize=["T", "NC", "H"])
-def scores_kernel(
-    a, r, beta, strength, u, decayed, leaving, scores, docs, chunk_doc, rows, T, NC, H, V: tl.constexpr, BV: tl.constexpr,
-    GAIN: tl.constexpr, AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr, WORK: tl.constexpr, PRECISION: tl.constexpr,
+def _near(
+    index, second, r, d_o, d_z, beta, strength, u, asking, answering, leaving, scores, seen, docs, chunk_doc, rows, T, NC, H, V: tl.constexpr, BV: tl.constexpr,
+    AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr, WORK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """P, `[M, H, C, C]`, and exp(u) d_o and exp(u_C - u) b, `[M, H, C, V]` (decayed, leaving). GAIN: R, from a = d_z, and exp(u_{t-1}) d_r."""
-    index, _n, _h, _start, _length, _i, _rank, token, row = _tokens(docs, chunk_doc, rows, T, NC, H, PLAIN, MASKED, C)
+    """P (second: R) within 8 rows, and 0 above; asking and leaving (second: answering)."""
+    index, _n, _h, _start, _length, _i, _rank, token, row = _tokens(
+        index, docs, chunk_doc, rows, T, NC, H, PLAIN, MASKED, C
+    )
     e, at = tl.arange(0, C), index * C
     inverse = tl.load(strength + at + e)[:, None]
+    readers, asked, found_in = d_o, asking, scores
+    if second == 1:
+        readers, asked, found_in = d_z, answering, seen
+    before = second
+    if not AFTER:
+        before = 1
     found = tl.zeros([C, C], tl.float32)
     for v0 in range(0, V, BV):
         dv = v0 + tl.arange(0, BV)
         here, where = row[:, None] * V + dv[None, :], token[:, None] & (dv < V)[None, :]
-        to, until = _prefixes(u, at, dv, V, AFTER, C)
-        eta = read(beta + here, where).to(tl.float32) * inverse
-        b = eta * read(r + here, where).to(tl.float32)
-        ask = read(a + here, where).to(tl.float32)
-        if GAIN:
-            ask *= eta
         out, in_v = (at + e)[:, None] * V + dv[None, :], (e >= 0)[:, None] & (dv < V)[None, :]
-        tl.store(decayed + out, (ask * decayed_by(until)).to(decayed.dtype.element_ty), mask=in_v)
-        if not GAIN:
+        to, until = _u(u, at, e, dv, V), _u(u, at, e - before, dv, V)
+        eta = read(beta + here, where).to(tl.float32) * inverse
+        b, ask = eta * read(r + here, where).to(tl.float32), read(readers + here, where).to(tl.float32)
+        if second == 1:
+            ask *= eta
+        tl.store(asked + out, (ask * decayed_by(until)).to(asking.dtype.element_ty), mask=in_v)
+        if second == 0:
             end = tl.load(u + (at + C - 1) * V + dv, mask=dv < V, other=0.0)[None, :]
             tl.store(leaving + out, (b * decayed_by(end - to)).to(leaving.dtype.element_ty), mask=in_v)
-        reading, writing, near = _within_8(u, at, dv, to, until, V, AFTER, C)
-        more = tl.dot((reading * ask).to(WORK), tl.trans((writing * b).to(WORK)), input_precision=PRECISION)
-        found += tl.where(near, more, 0.0)
-        for level in range(3, LEVELS):
-            factor, _right, crossed = _to_border(u, at, dv, to, until, level, V, C)
-            more = tl.dot((factor * ask).to(WORK), tl.trans((factor * b).to(WORK)), input_precision=PRECISION)
-            found += tl.where(crossed, more, 0.0)
-    tl.store(scores + (at + e)[:, None] * C + e[None, :], found.to(scores.dtype.element_ty))
+        middle = _u(u, at, e // 8 * 8 + 3, dv, V)
+        writes = tl.trans((b * decayed_by(middle - to)).to(WORK))
+        found = tl.dot((ask * decayed_by(until - middle)).to(WORK), writes, found, input_precision=PRECISION)
+    within = (e[:, None] // 8 == e[None, :] // 8) & (e[:, None] - e[None, :] >= before)
+    to = found_in + (at + e)[:, None] * C + e[None, :]
+    tl.store(to, tl.where(within, found, 0.0).to(scores.dtype.element_ty), mask=e[:, None] // 8 <= e[None, :] // 8)
+
+
+@triton.jit
+def _far(
+    index, level, r, d_o, d_z, beta, strength, u, scores, seen, docs, chunk_doc, rows, T, NC, H, V: tl.constexpr, BV: tl.constexpr, AFTER: tl.constexpr,
+    PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr, WORK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """P and R where the right half of a block of 2^(level + 1) rows reads its left half."""
+    index, _n, _h, start, length, i, _rank, _token, _row = _tokens(
+        index, docs, chunk_doc, rows, T, NC, H, PLAIN, MASKED, C
+    )
+    at = index * C
+    half, a = 1 << level, tl.arange(0, C)  # the second half of a product's rows are readers of R
+    reader, writer, second = a % (C // 2), tl.arange(0, C // 2), a >= C // 2
+    which, other = reader >> level, writer >> level
+    reader, writer = reader + (which + 1) * half, writer + other * half
+    token, written = i * C + reader < length, i * C + writer < length
+    row = row_of(rows, start, i * C + reader, token, MASKED) * H + index % H
+    there = row_of(rows, start, i * C + writer, written, MASKED) * H + index % H
+    inverse, before = tl.load(strength + at + reader)[:, None], second.to(tl.int32)
+    if not AFTER:
+        before = tl.full([C], 1, tl.int32)
+    readers = tl.where(second, d_z, d_o)[:, None]
+    found = tl.zeros([C, C // 2], tl.float32)
+    for v0 in range(0, V, BV):
+        dv = v0 + tl.arange(0, BV)
+        in_v = (dv < V)[None, :]
+        here = row[:, None] * V + dv[None, :]
+        ask = read(readers + here, token[:, None] & in_v).to(tl.float32)
+        gain = read(beta + here, (token & second)[:, None] & in_v).to(tl.float32)
+        ask = tl.where(second[:, None], ask * (gain * inverse), ask)
+        ask *= decayed_by(_u(u, at, reader - before, dv, V) - _u(u, at, (2 * which + 1) * half - 1, dv, V))
+        here, where = there[:, None] * V + dv[None, :], written[:, None] & in_v
+        b = read(r + here, where).to(tl.float32) * read(beta + here, where).to(tl.float32)
+        b *= tl.load(strength + at + writer)[:, None]
+        b *= decayed_by(_u(u, at, (2 * other + 1) * half - 1, dv, V) - _u(u, at, writer, dv, V))
+        found = tl.dot(ask.to(WORK), tl.trans(b.to(WORK)), found, input_precision=PRECISION)
+    to = tl.where(second, seen, scores)[:, None] + (at + reader)[:, None] * C + writer[None, :]
+    tl.store(to, found.to(scores.dtype.element_ty), mask=which[:, None] == other[None, :])
+
+
+@triton.jit(do_not_specialize=["T", "NC", "H"])
+def scores_kernel(
+    r, d_o, d_z, beta, strength, u, asking, answering, leaving, scores, seen, docs, chunk_doc, rows, T, NC, H, V: tl.constexpr, BV: tl.constexpr,
+    AFTER: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr, WORK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """P and R, `[M, H, C, C]` (scores, seen), and exp(u) d_o, exp(u_{t-1}) d_r and exp(u_C - u) b, `[M, H, C, V]` (asking, answering, leaving).
+
+    A program has one of the levels, or P or R within 8 rows.
+    """
+    index, part = tl.program_id(0) // (LEVELS + 2), tl.program_id(0) % (LEVELS + 2)
+    if part < LEVELS:
+        _far(
+            index, 3 + part, r, d_o, d_z, beta, strength, u, scores, seen, docs, chunk_doc, rows, T, NC, H, V, BV, AFTER, PLAIN, MASKED, C,
+            WORK, PRECISION,
+        )  # fmt: skip
+    else:
+        _near(
+            index, part - LEVELS, r, d_o, d_z, beta, strength, u, asking, answering, leaving, scores, seen, docs, chunk_doc, rows, T, NC, H, V,
+            BV, AFTER, PLAIN, MASKED, C, WORK, PRECISION,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T", "NC", "H"])
@@ -142,7 +181,9 @@ def products_kernel(
     C: tl.constexpr, WORK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """d_q and d_x of a chunk. asking, answering: exp(u) d_o, exp(u_{t-1}) d_r. scores, seen: P, R."""
-    index, n, h, start, length, _i, rank, token, row = _tokens(docs, chunk_doc, rows, T, NC, H, PLAIN, MASKED, C)
+    index, n, h, start, length, _i, rank, token, row = _tokens(
+        tl.program_id(0), docs, chunk_doc, rows, T, NC, H, PLAIN, MASKED, C
+    )
     e, at = tl.arange(0, C), index * C
     xp, xok = key_pointers(k, head_x, rows, n, start, length, h, rank, H, K, 1, SHIFT, MASKED)
     to, ok = key_pointers(d_k, d_head_x, rows, n, start, length, h, rank, H, K, 1, SHIFT, MASKED)
@@ -182,7 +223,9 @@ def gains_kernel(
     The gradient of a log-decay is state times gradient at the chunk's start, plus what later residuals and less what earlier reads
     have added to it on the way. low, `[programs, M, H]`: 1 where a decay is below LOW, so that this is no good.
     """
-    index, n, h, _start, _length, i, _rank, token, row = _tokens(docs, chunk_doc, rows, T, NC, H, PLAIN, MASKED, C)
+    index, n, h, _start, _length, i, _rank, token, row = _tokens(
+        tl.program_id(0), docs, chunk_doc, rows, T, NC, H, PLAIN, MASKED, C
+    )
     at, dk, dv = index * C + tl.arange(0, C), tl.arange(0, BK), tl.program_id(1) * BV + tl.arange(0, BV)
     both, place = (dk < K)[:, None] & (dv < V)[None, :], dk[:, None] * V + dv[None, :]
     S = read(borders + index * K * V + place, both).to(tl.float32)
@@ -224,7 +267,7 @@ def prefixes(beta: Tensor, found: Tensor, ranks: Ranks, options: Options, exact:
 
 
 SETTINGS: dict[str, dict[str, int]] = {
-    "scores": {"BV": 64, "num_warps": 4, "num_stages": 1},
+    "scores": {"BV": 64, "num_warps": 8, "num_stages": 1, "maxnreg": 128},
     "products": {"BK": 64, "BV": 128, "num_warps": 4, "num_stages": 1},
     "gains": {"BV": 64, "num_warps": 4, "num_stages": 1},
 }
@@ -244,8 +287,8 @@ class Chunks:
     ranks: Ranks
     options: Options
 
-    def _launch(self, name: str, kernel: Any, split: bool = True, **arguments: Any) -> None:
-        """Run a kernel over chunks and heads, and (split) blocks of columns, with what it takes of the inputs, tables and options."""
+    def _launch(self, name: str, kernel: Any, programs: int = 1, split: bool = False, **arguments: Any) -> None:
+        """Run a kernel with so many programs for each chunk and head, and (split) block of columns, with what it takes of the inputs, tables and options."""
         heads, (k_size, v_size) = self.q.shape[2], (self.k.shape[3], self.v.shape[3])
         settings, wide = dict(SETTINGS[name]), self.q.dtype != torch.bfloat16 or INTERPRETING
         # of products with fewer than 64 columns ptxas 12.8 makes code that reads a register which nothing has written
@@ -253,7 +296,8 @@ class Chunks:
         settings.setdefault("BK", block(k_size))
         if wide and not INTERPRETING:  # float16, as tf32
             settings |= {"BV": min(settings["BV"], 64), "num_warps": 8}
-        grid = (self.ranks.chunks * heads, parts(v_size, settings["BV"]) if split else 1)
+            settings.pop("maxnreg", None)
+        grid = (self.ranks.chunks * heads * programs, parts(v_size, settings["BV"]) if split else 1)
         given = {
             **tables(self.ranks),
             "q": self.q,
@@ -308,25 +352,15 @@ class Chunks:
         low = torch.zeros(blocks, chunks, heads, dtype=torch.int32, device=d_o.device)
         with on_device(self.q):
             self._launch(
-                "scores",
-                scores_kernel,
-                False,
-                a=d_o,
-                r=r,
-                decayed=asking,
-                leaving=leaving,
-                scores=scores,
-                GAIN=False,
-            )
+                "scores", scores_kernel, LEVELS.value + 2, r=r, d_o=d_o, d_z=d_z, asking=asking, answering=answering, leaving=leaving,
+                scores=scores, seen=seen,
+            )  # fmt: skip
             self._launch(
-                "scores", scores_kernel, False, a=d_z, r=r, decayed=answering, scores=seen, GAIN=True, AFTER=False
-            )
-            self._launch(
-                "products", products_kernel, False, asking=asking, answering=answering, leaving=leaving, scores=scores, seen=seen,
+                "products", products_kernel, asking=asking, answering=answering, leaving=leaving, scores=scores, seen=seen,
                 borders=borders, d_borders=d_borders, d_q=d_q, d_k=d_k, d_head_x=d_head_x,
             )  # fmt: skip
             self._launch(
-                "gains", gains_kernel, r=r, o=o, d_o=d_o, d_z=d_z, borders=borders, d_borders=d_borders, d_S=d_S, d_v=d_v, d_beta=d_beta,
+                "gains", gains_kernel, split=True, r=r, o=o, d_o=d_o, d_z=d_z, borders=borders, d_borders=d_borders, d_S=d_S, d_v=d_v, d_beta=d_beta,
                 d_strength=sums[0], d_decay=sums[1], low=low, SHARE=share,
             )  # fmt: skip
             gains = {"before": borders, "d_beta": d_beta, "d_strength": sums[0], "d_decay": sums[1]}
