@@ -690,10 +690,6 @@ class Columns:
         )  # fmt: skip
         return scores
 
-    def values(self, states: Tensor, o: Tensor) -> None:
-        """Outputs from the states before the segments."""
-        self._values(states, False, out=o)
-
     def forward(self, S: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Output, state after the last token, states before the segments and the segments' log-decay."""
         if (rescaled := self._rescaled) is not None:

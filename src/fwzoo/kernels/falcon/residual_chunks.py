@@ -43,7 +43,7 @@ def _raw(gain, upto, upto_low, at, DIVIDE: tl.constexpr):
 
 @triton.jit
 def _tokens(index, docs, chunk_doc, rows, T, NC, H, PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr):
-    """Of a chunk and head (index): document, head, its first row and length, which of its chunks, ranks, tokens, rows."""
+    """Of a chunk and head (index, returned in 64 bits): document, head, its first row and length, which of its chunks, ranks, tokens, rows."""
     index = index.to(tl.int64)
     h = index % H
     n, start, length, i = of_chunk(index // H, docs, chunk_doc, T, NC, PLAIN)

@@ -171,7 +171,7 @@ def run_kernel(
     """Residuals (`out`) and outputs of every token, S from S_in to S_out and before every chunk (borders). BACK, from the end: L, behind every
     chunk, and d_z.
 
-    given: v (BACK: d_o). reads: S_{t-1}^T x_t, may be None.
+    vectors, tiles, numbers: of `block_kernel`. given: v (BACK: d_o). reads: S_{t-1}^T x_t, may be None.
     """
     lane = tl.program_id(1).to(tl.int64)
     n, h = lane // H, lane % H
@@ -228,7 +228,7 @@ def run_kernel(
         g2, g3 = tl.gather(through, which + 2, 1), tl.gather(through, which + 3, 1)
         before = is_0 + g0 * (is_1 + g1 * (is_2 + g2 * is_3))
         behind = is_3 + g3 * (is_2 + g2 * (is_1 + g1 * is_0))
-        # what keys and queries read of the state before the block, and what queries ask of keys
+        # what keys and queries read of the state before the block
         narrow = S.to(WORK)
         found = _all_times(_fours(tl.dot(narrow, tl.trans(x), input_precision=PRECISION), BV, N), before)
         S *= tl.sum((g0 * g1 * g2 * g3) * is_0, 1)[:, None]
@@ -248,7 +248,7 @@ def run_kernel(
             S = tl.dot(leaving, query, S, input_precision=PRECISION)
         else:
             output = _all_times(_fours(tl.dot(narrow, tl.trans(query), input_precision=PRECISION), BV, N), before)
-        # one four after the other: what its tokens read (seen) and write
+        # one four after the other: residuals of its tokens (BACK: -d_z), and what they write
         pairs = _in_fours(near_gram, decay, near, BV, N, PRECISION)
         for turn in tl.static_range(N // 4):
             r0 = -found[0] if BACK else values[0] - found[0]
@@ -304,8 +304,9 @@ def block_kernel(
     AFTER: tl.constexpr, BACK: tl.constexpr, PLAIN: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr, N: tl.constexpr,
     WORK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What the run takes of a chunk, block by block in its order: keys and queries (`[H, M * C / N, 2, N, BK]`, 0 behind the last token), and products (`tiles`,
-    `[H, M * C / N, 4, N, N]`): of keys with keys, of keys with queries (BACK: of queries with keys), and the same within fours."""
+    """What the run takes of a chunk, block by block in its order: keys and queries (`vectors`, `[H, M * C / N, 2, N, BK]`, 0 behind the last token), what
+    `prepass.gates` has found (`numbers`, `[H, M * C / N, 3, N]`), and products (`tiles`, `[H, M * C / N, 4, N, N]`): of keys with keys, of keys with
+    queries (BACK: of queries with keys), and the same within fours."""
     c, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     n, start, length, i = of_chunk(c, docs, chunk_doc, T, NC, PLAIN)
     e, dk = tl.arange(0, C), tl.arange(0, BK)
